@@ -22,9 +22,9 @@ from mesh_transformer.parallel.sharding import constrain
 
 
 class SelfAttention:
-    """Self-attention (`spec.Attention`) between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J
-    K) -> the input of `out`, (B, T or 1, H K). A subclass whose `spec.Attention.maps` are more gets their products
-    too."""
+    """Self-attention (`spec.Attention`) between its products. The products of `inputs`, q (B, T or 1, H K), k and v
+    (B, T, J K) -> the input of `out`, (B, T or 1, H K). If the `maps` of a subclass of `spec.Attention` are more, their
+    products follow."""
 
     def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
@@ -117,7 +117,7 @@ class FromLatents:
         entry: jax.Array,
         window: jax.Array | int | None,
     ) -> jax.Array:
-        """The same with a cache of latents, to which it adds `entry` (B, T, 1, R + rotary dims)."""
+        """Attention to a cache of latents, (B, T or 1, H, V). `entry` (B, T, 1, R + rotary dims) is added to it."""
         held = [part for (part,) in attend.hold(entry)]
         if self._makes_keys(q_pass.shape[1], sum(part.shape[2] for part in held)):
             q = jnp.concatenate([q_pass, q_rotated], axis=-1)

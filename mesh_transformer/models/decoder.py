@@ -27,7 +27,7 @@ Bias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
-    """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has
+    """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if there is
     one."""
     d = decoder
     x_BTD = token_table(d)(tokens_BT)
@@ -44,7 +44,7 @@ def block(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One layer of a kind: (B, T, D) -> (B, T or 1, D), and named means over the tokens (none for a dense layer).
 
-    Matrices that multiply the same input are in one call of `column`. `row` sums the products of the tensor-parallel
+    Matrices that multiply one input are in one call of `column`. `row` sums the products of the tensor-parallel
     shards of all parts of a branch at once. The biases are added after it.
     """
     width, out_stddev = decoder.d_model, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
@@ -119,7 +119,7 @@ def token_table(decoder: spec.Decoder) -> Embedding:
 
 
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
-    """Groups of modules of a block whose matrices multiply the same activations, so that they can be fused."""
+    """Groups of modules of a block whose matrices multiply one input, so that they can be fused."""
     groups: dict[tuple[str, ...], None] = {}
     for kind in decoder.kinds:
         for branch in kind.branches:

@@ -44,7 +44,7 @@ _ACTIVATIONS: dict[spec.Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class FeedForward:
-    """The feed-forward layer (`spec.Dense`) between its products: those of `inputs` -> the input of `out`, all
+    """The feed-forward layer (`spec.Dense`) between its products: the products of `inputs` -> the input of `out`, all
     (B, T, F)."""
 
     def __init__(self, ff: spec.Dense, d_model: int, out_stddev: float, name: str):

@@ -42,8 +42,8 @@ class Stream(NamedTuple):
 class HaikuModel:
     """The parameters of a model, and the functions `embed`, `layer` and `loss` of `train.Parts`.
 
-    All parameters have dimension names (`with_axes`). Those of the layers are stacked, so that one compiled layer
-    serves all. Each function gathers the weights that fsdp splits just before their use.
+    All parameters have dimension names (`with_axes`). The parameters of the layers are stacked, so that one compiled
+    layer serves all. Each function gathers the weights that fsdp splits just before their use.
     """
 
     embedding: Callable[[Batch], jax.Array]
@@ -70,7 +70,7 @@ class HaikuModel:
 
     @functools.cached_property
     def axes(self) -> Params:
-        """The dimension names of each parameter: a tree like that of `init` with tuples of names as leaves."""
+        """The dimension names of each parameter: a tree like the result of `init`, with tuples of names as leaves."""
         blocks = map_axes(lambda axes: ("layers", *axes), self._stage_axes["block"])
         return {"embed": self._stage_axes["embed"], "blocks": blocks, "head": self._stage_axes["head"]}
 

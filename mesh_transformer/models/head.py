@@ -29,7 +29,7 @@ class VocabTiles:
     """The unembedding matrix of a model in `tiles` tiles.
 
     Each tile has an equal share of the rows of every tensor-parallel shard. The family's own head computes the logits
-    of a tile, as those of a model with a vocabulary of C rows.
+    of a tile, as it computes the logits of a model with a vocabulary of C rows.
     """
 
     model: Model
@@ -328,7 +328,7 @@ def _objective_gradient(
 
 
 def _split(head: VocabTiles, chunks: int, x_BT: jax.Array) -> jax.Array:
-    """(B, T, ...) in equal parts of the positions, each with a part of those of every device: (chunks, B, t, ...)."""
+    """(B, T, ...) in equal parts of the positions, each with some positions of every device: (chunks, B, t, ...)."""
     return rearrange(x_BT, "b (s c t) ... -> c b (s t) ...", s=head.position_shards, c=chunks)
 
 

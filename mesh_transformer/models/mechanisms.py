@@ -12,8 +12,8 @@ from mesh_transformer.models.modules import Linear
 
 
 class BlockModule(Protocol):
-    """A mechanism between its products. A branch multiplies by the matrices `inputs` and `out` together with other
-    parts, and adds the biases of outputs."""
+    """A mechanism between its products. The branch multiplies by the matrices `inputs` and `out`, of all its parts at
+    once, and adds the biases of outputs."""
 
     @property
     def inputs(self) -> Sequence[Linear]:

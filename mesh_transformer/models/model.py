@@ -182,7 +182,7 @@ class Model:
         return jax.tree.map(lambda p, dtype: p.astype(dtype), params, self.dtypes(params, self.dtype))
 
     def dtypes(self, params: Params, dtype: jnp.dtype) -> Params:
-        """The dtype of each parameter for arithmetic in `dtype`: that of a router is float32."""
+        """The dtype of each parameter for arithmetic in `dtype`: float32 for a router."""
 
         def dtype_of(path: jax.tree_util.KeyPath, _: jax.Array) -> jnp.dtype:
             modules = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -211,7 +211,7 @@ class Model:
         Args:
             longest_chunk: the largest number of positions in one call of `apply`; None: `length`. The shorter it is,
                 the fewer positions the layers with a window keep.
-            stacked: whether the layers of the parameters are.
+            stacked: whether the parameters of the layers are stacked.
         """
         chunk = length if longest_chunk is None else longest_chunk
         lengths = [ring_length(length, layer.attention.window, chunk) for layer in self.decoder.layers]
@@ -238,7 +238,7 @@ class Model:
         Args:
             params: in the compute dtype.
             tokens_BT: int32; at positions 0 .. T - 1, or start_B + 0 .. T - 1.
-            cache: keys and values of earlier positions. Those of the tokens are written to it.
+            cache: keys and values of earlier positions. Keys and values of the tokens are written to it.
             start_B: int32: position of each sequence's first token; needs a cache.
             query_index_B: int32 indices into T: logits of only this position of each sequence.
 
@@ -285,8 +285,8 @@ class Model:
         attention, (B, H, T, S), if anything.
 
         Args:
-            params: those of "embed", in the compute dtype.
-            keys_BS: int32: positions of the keys; None: those of the tokens.
+            params: the parameters "embed", in the compute dtype.
+            keys_BS: int32: positions of the keys; None: `positions_BT`.
         """
         params = gather_weights(params, self.stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(params, None, tokens_BT, positions_BT)
@@ -352,7 +352,7 @@ class Model:
 
 
 def _in_order(some: list[tuple[list[int], Params]]) -> Params:
-    """The arrays of a module that several kinds of layers have, stacked by layer. Given: their layers, and arrays."""
+    """The arrays of a module that several kinds have, stacked by layer. For each kind: the layers, and the arrays."""
     if len(some) == 1:
         return some[0][1]
     order = np.argsort([layer for layers, _ in some for layer in layers])

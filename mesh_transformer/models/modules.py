@@ -1,4 +1,4 @@
-"""Haiku modules of which a block is made, and the inputs of a block.
+"""The Haiku modules that make up a block, and the inputs of a block.
 
 Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
 names of the parameters, so these names do not change.
@@ -30,8 +30,8 @@ ZEROS = hk.initializers.Constant(0.0)
 
 
 Means = dict[str, jax.Array]
-"""Named means over the tokens of a layer, float32; of several layers, each with a leading dimension of those that have
-it."""
+"""Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
+that have the mean."""
 
 
 class Context(NamedTuple):
@@ -54,7 +54,7 @@ class Context(NamedTuple):
     def columns(
         self, x_BTD: jax.Array, linears: Sequence[Linear], everywhere: Sequence[Linear] = ()
     ) -> list[jax.Array]:
-        """Linear maps of the positions that the block returns, those in `everywhere` of all positions."""
+        """Linear maps of the positions that the block returns; the maps in `everywhere` are of all positions."""
         if self.query_index_B is None:
             return columns(x_BTD, linears)
         queries = self.queries(x_BTD)

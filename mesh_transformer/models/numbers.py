@@ -26,7 +26,7 @@ class LayerNumbers(NamedTuple):
 
     # int32: `Context.window`; None: no layer has one
     window: Number
-    # int32: which of the rotary encodings of its kind it has; None: the kinds have one each, or none
+    # int32: the index of its rotary encoding among the encodings of its kind; None: no kind has several
     rotation: Number
 
 
@@ -39,8 +39,8 @@ def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
 
 
 def layer_numbers(decoder: Decoder) -> LayerNumbers:
-    """The numbers of all layers, as arrays (L,). Windows or rotations that no layer has, or all layers have alike, are
-    None."""
+    """The numbers of all layers, as arrays (L,). The windows are None if no layer has one; the rotations are None if
+    every kind has one encoding."""
     each = static_numbers(decoder)
     windows = [NO_WINDOW if one.window is None else one.window for one in each]
     rotations = [one.rotation or 0 for one in each]
@@ -51,8 +51,8 @@ def layer_numbers(decoder: Decoder) -> LayerNumbers:
 
 
 def rotations(decoder: Decoder, positions_BT: jax.Array) -> tuple[Rotation, ...]:
-    """The rotary angles of the positions, for each kind of rotary encoding. Where the layers of a kind have different
-    ones, these are stacked: (number of encodings, B, T, R / 2)."""
+    """The rotary angles of the positions, for each kind of rotary encoding. If a kind has several encodings, their
+    angles are stacked: (number of encodings, B, T, R / 2)."""
     found = []
     for several in decoder.rotaries.values():
         angles = [rotation(one, positions_BT, decoder.seq) for one in several]
@@ -61,10 +61,11 @@ def rotations(decoder: Decoder, positions_BT: jax.Array) -> tuple[Rotation, ...]
 
 
 def rotation_of(decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation], number: Number) -> Rotation | None:
-    """The angles of one layer, from those of `rotations`.
+    """The angles of one layer.
 
     Args:
-        kind: of its rotary encoding; None: it has none.
+        kind: the kind of its rotary encoding; None: it has none.
+        angles: the result of `rotations`.
         number: `LayerNumbers.rotation` of the layer.
     """
     if kind is None:

@@ -45,7 +45,7 @@ class Placement:
         return cls(model, partition if divided else partition.keep_whole("kv_heads"))
 
     def whole_sequences(self) -> Placement:
-        """The same model and mesh, for programs in which each device has all positions of a sequence."""
+        """This model and mesh, for programs in which each device has all positions of a sequence."""
         rules = whole_sequence_rules(dict(self.partition.mesh.shape), self.model.decoder.sizes)
         rules = {**rules, "batch": self.partition.rules["batch"]}
         return self._on_partition(self.model, dataclasses.replace(self.partition, rules=rules, whole=frozenset()))
@@ -55,7 +55,7 @@ class Placement:
         return self.whole_sequences().with_rules(batch=None)
 
     def with_rules(self, **rules: MeshAxes) -> Placement:
-        """The same model on the same mesh with other sharding rules for some names."""
+        """This model on this mesh, with other sharding rules for some names."""
         return Placement(self.model, self.partition.with_rules(**rules))
 
     def size(self, name: str) -> int:

@@ -41,9 +41,9 @@ class Kind(NamedTuple):
 
 Runs = Sequence[Run[Kind]]
 Outputs = tuple[Any, Means]
-"""What a layer returns beside the carry: arrays that every layer has (or None), and the named means of some."""
+"""What a layer returns beside the carry: arrays that every layer has (or None), and named means that it may have."""
 Layer = Callable[[Kind, Carry, Block, Rows], tuple[Carry, Outputs]]
-"""Computes a layer: (its kind, carry, its parameters, its row of the arrays by layer) -> carry, outputs."""
+"""Computes a layer: (its kind, carry, its parameters, its row of each array by layer) -> carry, outputs."""
 
 
 def by_run(blocks: Block, runs: Runs) -> list[Block]:
@@ -76,8 +76,9 @@ def over_layers(
     """All layers in order: the last carry, and the outputs of the layers, stacked.
 
     Args:
-        blocks: the parameters of all layers; or a tuple with those of each layer, which are computed one by one.
-        rows: arrays with a row for each layer, or None; of a tuple, a sequence with a row for each layer.
+        blocks: the parameters of all layers, stacked; or a tuple with the parameters of each layer. The layers of a
+            tuple are computed one by one.
+        rows: arrays with a row for each layer, or None; with a tuple, a sequence with an item for each layer.
         unroll: steps of a loop that are one in the program.
     """
     outputs = []
@@ -96,12 +97,12 @@ def over_layers(
 def over_run(
     run: Run[Kind], layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int, reverse: bool = False
 ) -> tuple[Carry, Outputs]:
-    """The layers of a run, the last one first if `reverse`."""
+    """The layers of a run: the last carry, and the outputs, stacked. The last layer is the first if `reverse`."""
     together = neighbours(run.period)
     if len(together) == 1:
         step = functools.partial(_step, layer, run.period[0])
         return jax.lax.scan(step, carry, (blocks, rows), unroll=unroll, reverse=reverse)
-    # of each module, the rows by repeat: (repeats, layers of a period that have it, ...)
+    # the rows of each module by repeat: (repeats, layers of a period that have the module, ...)
     by_repeat = jax.tree.map(lambda x: x.reshape(run.repeats, -1, *x.shape[1:]), (blocks, rows))
     step = functools.partial(_period, layer, together, reverse)
     carry, outputs = jax.lax.scan(step, carry, by_repeat, unroll=unroll, reverse=reverse)
@@ -149,8 +150,8 @@ def by_row(
 ) -> Carry:
     """`over_layers` for layers whose keys are part of the program, such as the length of a cache: the last carry.
 
-    Layers of one kind that have different keys are different kinds here: (layer, key) replaces `Kind.layer`. Their
-    loops are shorter than a run, and read single rows of the stacks of the run, so that no stack is cut.
+    Layers of one kind that have different keys are different kinds here: (layer, key) replaces `Kind.layer`. A run then
+    becomes several loops. They read single rows of the run's stacks, so that no stack is cut.
     """
     for run, start, stacks in zip(runs, starts(runs), by_run(blocks, runs), strict=False):
         keyed = [Kind((kind.layer, keys[start + i]), kind.modules) for i, kind in enumerate(run.kinds)]

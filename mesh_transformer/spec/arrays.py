@@ -15,9 +15,9 @@ class Array(NamedTuple):
     """A parameter: names and sizes of its dimensions, and what it does to a token.
 
     `used` is the number of elements by which each token is multiplied: all of a matrix, none of a bias, a norm or a
-    table, and of the matrices of routed experts only the chosen ones. A matrix has a role. input: it multiplies what
-    the mechanism reads. output: its product is what the mechanism adds. inner: it stands between these. other: a narrow
-    matrix beside them, such as a router.
+    table, and only the chosen experts' part of the matrices of routed experts. A matrix has a role. input: it
+    multiplies what the mechanism reads. output: its product is what the mechanism adds. inner: it stands between inputs
+    and outputs. other: a narrow matrix, such as a router.
     """
 
     axes: Axes

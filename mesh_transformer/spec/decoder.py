@@ -61,7 +61,7 @@ class Decoder:
         return runs_of([same.setdefault(kind, kind) for kind in (kinds[id(layer)] for layer in self.layers)])
 
     def shared_run(self, stages: int = 1) -> int | None:
-        """The number of the run whose layers `stages` groups share out: see `spec.shared_run`."""
+        """The number of the run whose repeats `stages` groups share out: see `spec.shared_run`."""
         return shared_run(self.runs, stages)
 
     def loop_trips(self, stages: int = 1) -> int:
@@ -102,11 +102,11 @@ class Decoder:
     @functools.cached_property
     def rotaries(self) -> dict[Rotary, tuple[Rotary, ...]]:
         """The different rotary encodings, by their kind."""
-        found: dict[Rotary, dict[Rotary, None]] = {}
+        by_kind: dict[Rotary, dict[Rotary, None]] = {}
         for numbers in dict.fromkeys(self.numbers):
             if numbers.rotary is not None:
-                found.setdefault(numbers.rotary.kind, {})[numbers.rotary] = None
-        return {kind: tuple(some) for kind, some in found.items()}
+                by_kind.setdefault(numbers.rotary.kind, {})[numbers.rotary] = None
+        return {kind: tuple(encodings) for kind, encodings in by_kind.items()}
 
     @property
     def padded_vocab(self) -> int:
@@ -115,17 +115,17 @@ class Decoder:
 
     @functools.cached_property
     def stacks(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-        """The stacks of each parameter of a layer, such as `attention/q/w`: of each run that has the parameter, the
-        path of its stack below blocks/, and the layers, which are the rows of the stack."""
-        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        """The stacks of each parameter of a layer, such as `attention/q/w`: for each run that has the parameter, the
+        path of the stack below blocks/, and the layers, which are the rows of the stack."""
+        stacks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for number, (run, start) in enumerate(zip(self.runs, starts(self.runs), strict=False)):
             layers: dict[str, list[int]] = {}
             for layer, kind in enumerate(run.kinds, start):
                 for path in _arrays(kind, self.d_model):
                     layers.setdefault(path, []).append(layer)
-            for path, some in layers.items():
-                found.setdefault(path, []).append((in_run(path, number, len(self.runs)), tuple(some)))
-        return found
+            for path, rows in layers.items():
+                stacks.setdefault(path, []).append((in_run(path, number, len(self.runs)), tuple(rows)))
+        return stacks
 
     def arrays(self, stages: int = 1) -> Arrays:
         """All parameters by their path. The arrays of the layers are stacked by run and module.

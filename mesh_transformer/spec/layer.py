@@ -12,7 +12,7 @@ from mesh_transformer.spec.norm import Norm
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A mechanism in a branch; its own norm, if it does not read what the branch's norm returns."""
+    """A mechanism in a branch, and the norm of its input; None: it reads the output of the branch's `pre`."""
 
     mechanism: Mechanism
     norm: Norm | None = None
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Branch:
     """What a layer adds to its residual stream x: x += scale * post(sum of part(pre(x))). A norm that is None is left
-    out; a part with a norm of its own reads that norm of x."""
+    out. A part with a norm reads norm(x) instead of pre(x)."""
 
     parts: tuple[Part, ...]
     pre: Norm | None = None
@@ -56,8 +56,8 @@ class Branch:
     def readings(self) -> tuple[Reading, ...]:
         """The inputs of the parts, each with the parts that read it."""
         shared = tuple(part for part in self.parts if part.norm is None)
-        own = [Reading(part.norm, part.norm_name, (part,)) for part in self.parts if part.norm is not None]
-        return (*([Reading(self.pre, shared[0].norm_name, shared)] if shared else []), *own)
+        alone = [Reading(part.norm, part.norm_name, (part,)) for part in self.parts if part.norm is not None]
+        return (*([Reading(self.pre, shared[0].norm_name, shared)] if shared else []), *alone)
 
     @property
     def norms(self) -> dict[str, Norm]:

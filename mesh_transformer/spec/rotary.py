@@ -8,10 +8,10 @@ from typing import Literal
 class Scaling:
     """How the frequencies of rotary encoding are lowered for contexts that are longer than `original_seq`.
 
-    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only the low ones, those with fewer than
-    `low_freq_factor` turns in `original_seq` positions; those with more than `high_freq_factor` turns stay (Llama 3.1).
-    yarn: the same with a ramp from `beta_slow` to `beta_fast` turns, and sines and cosines are multiplied by
-    `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
+    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only frequencies with fewer than
+    `low_freq_factor` turns in `original_seq` positions; frequencies with more than `high_freq_factor` turns stay, with
+    a ramp in between (Llama 3.1). yarn: as llama3, with a ramp over the dims from `beta_slow` to `beta_fast` turns, and
+    sines and cosines are multiplied by `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -30,9 +30,10 @@ class Scaling:
 class Rotary:
     """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
 
-    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
-    is that of position * frequency: float32 in transformers, float64 in the original GPT-J. With an odd number of dims,
-    one dim more is rotated. Without a base all angles are 0: nothing is rotated. The first token has position `first`.
+    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). The product
+    position * frequency is computed in `precision`: float32 in transformers, float64 in the original GPT-J. With an odd
+    number of dims, one dim more is rotated. Without a base all angles are 0: nothing is rotated. The first token has
+    position `first`.
     """
 
     dims: int

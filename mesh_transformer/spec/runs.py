@@ -7,7 +7,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Run(NamedTuple, Generic[K]):
-    """Consecutive layers: those of `period` one after the other, `repeats` times. A layer is given by its kind."""
+    """Consecutive layers: the layers of `period` in order, `repeats` times. A layer is given by its kind."""
 
     period: tuple[K, ...]
     repeats: int
@@ -24,7 +24,8 @@ class Run(NamedTuple, Generic[K]):
 
 
 def runs_of(kinds: Sequence[K]) -> tuple[Run[K], ...]:
-    """The layers in few runs, given the kind of each. A run takes as many layers as it can; its period is short."""
+    """Cut layers into few runs, given the kind of each layer. Each run takes as many layers as it can, with the
+    shortest period."""
     # numbers are compared faster than kinds
     number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
     left, runs = tuple(number[kind] for kind in kinds), []
@@ -39,37 +40,36 @@ def runs_of(kinds: Sequence[K]) -> tuple[Run[K], ...]:
 
 
 def _repeats(kinds: tuple[int, ...], period: tuple[int, ...]) -> int:
-    """How many times `period` stands one after the other at the beginning of `kinds`."""
+    """How many times `kinds` begins with `period`."""
     return next(n for n in range(len(kinds) // len(period), 0, -1) if kinds[: n * len(period)] == period * n)
 
 
 def starts(runs: Iterable[Run[K]]) -> list[int]:
     """The number of the first layer of each run, and the number of all layers."""
-    found = [0]
+    numbers = [0]
     for run in runs:
-        found.append(found[-1] + run.layers)
-    return found
+        numbers.append(numbers[-1] + run.layers)
+    return numbers
 
 
 def shared_run(runs: Sequence[Run[K]], stages: int) -> int | None:
     """The number of the run whose repeats `stages` groups share out: the longest run that has a multiple of `stages`
-    repeats, the last of equally long ones; None if there is none."""
+    repeats, the last of equally long runs; None if no run has."""
     fit = [number for number, run in enumerate(runs) if run.repeats % stages == 0]
     return max(fit, key=lambda number: (runs[number].layers, number), default=None)
 
 
 def neighbours(period: Sequence[K]) -> list[tuple[K, int]]:
-    """The layers of a period as kinds, each with the number of its layers that follow each other."""
-    found: list[tuple[K, int]] = []
+    """Group equal neighbours of a period: each kind with the number of its layers that follow each other."""
+    groups: list[tuple[K, int]] = []
     for kind in period:
-        if found and found[-1][0] == kind:
-            found[-1] = kind, found[-1][1] + 1
+        if groups and groups[-1][0] == kind:
+            groups[-1] = kind, groups[-1][1] + 1
         else:
-            found.append((kind, 1))
-    return found
+            groups.append((kind, 1))
+    return groups
 
 
 def in_run(module: str, run: int, runs: int) -> str:
-    """The name of a module's stack in a run, among the parameters of all `runs`: the module's own name, if there is one
-    run."""
+    """The name of a module's stack in a run: the module's name, after the number of the run if there are several."""
     return module if runs == 1 else f"{run}/{module}"

@@ -16,7 +16,7 @@ class Split(enum.Enum):
     ROWS = "concatenated along the first dimension"
     COLUMNS = "concatenated along the last dimension"
     SUM = "summed: a bias that every shard adds before the sum over shards"
-    FIRST = "that of the first shard; the original never uses the others"
+    FIRST = "the array of the first shard; the original never uses the others"
     MEAN = "averaged"
     UNUSED = "stored by the original but never used; it has the shape of `parameter` but is another array"
     COUNT = "an int32 scalar, the same in every shard"
@@ -26,14 +26,14 @@ class Tensor(NamedTuple):
     """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
 
     A row under blocks/ stands for all layers that have the parameter: the parameter has a leading dimension of layers,
-    and the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
-    the parameter has a dimension of experts after that of layers. The table has no shapes: they follow from the
-    parameters of the model.
+    and the foreign format has one tensor for each layer. With {e} in the foreign name, the parameter has a second
+    dimension of experts, and the foreign format has one tensor for each layer and expert. The table has no shapes: the
+    model's parameters have them.
     """
 
     # path of the parameter below params/
     parameter: str
-    # name of the foreign tensor, with {} for the number of the layer and {e} for that of the expert
+    # name of the foreign tensor, with {} for the number of the layer and {e} for the number of the expert
     foreign: str
     # einops pattern from the foreign tensor to the parameter, inverted for writing; with `part` the result begins with
     # the dimension `part`
@@ -77,12 +77,12 @@ class Tensor(NamedTuple):
 
 
 def by_stack(rows: Iterable[Tensor], decoder: Decoder) -> list[Tensor]:
-    """The rows with one row for each stack of a parameter of the layers: a decoder has stacks for each of its runs."""
-    found = []
+    """The rows for the stacks of a decoder. A parameter of the layers has a stack, and so a row, for each run."""
+    of_stacks = []
     for row in rows:
         if not row.stacked:
-            found.append(row)
+            of_stacks.append(row)
             continue
         stacks = decoder.stacks[row.parameter.removeprefix("blocks/")]
-        found += [row._replace(parameter=f"blocks/{path}", layers=layers) for path, layers in stacks]
-    return found
+        of_stacks += [row._replace(parameter=f"blocks/{path}", layers=layers) for path, layers in stacks]
+    return of_stacks

@@ -19,7 +19,7 @@ LOAD = "experts/load"
 
 
 def router_loss(weights: ExpertsConfig, layers: int, means: Means) -> jax.Array:
-    """The losses of the router of one of `layers` layers. Those of all layers add up to the means over layers."""
+    """The weighted losses of one router, over `layers`: the results of all layers add up to the means over layers."""
     return (weights.balance_loss * means["balance"] + weights.z_loss * means["z"]) / layers
 
 
@@ -44,7 +44,7 @@ def metrics(means: Means) -> Metrics:
 
 def updated_bias(params: Params, means: Means, rate: float) -> Params:
     """The parameters after the step of the biases: + rate for an expert with less than the mean load, - rate for one
-    with more (Wang et al. 2024, arXiv:2408.15664). The same if `params` has no biases of routers.
+    with more (Wang et al. 2024, arXiv:2408.15664). Parameters without biases of routers do not change.
 
     Args:
         means: over all microbatches of the step.

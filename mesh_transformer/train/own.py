@@ -45,7 +45,7 @@ def loss(parts: Parts, params: Params, batch: Batch, *, rounds: int = 1) -> tupl
     """The results of `Parts.loss` without a gradient.
 
     Args:
-        params: those of the whole model, in the dtype of the arithmetic.
+        params: the parameters of the whole model, in the dtype of the arithmetic.
         batch: a tree of arrays (B, ...).
         rounds: as in `gradients`.
 
@@ -61,7 +61,7 @@ def jit(partition: Partition, function: Callable[..., object], **options: Any) -
     Several CPU devices need one: without it a program can wait for ever.
 
     Args:
-        options: those of `jax.jit`, such as out_shardings.
+        options: arguments of `jax.jit`, such as out_shardings.
     """
 
     @functools.wraps(function)
@@ -74,8 +74,7 @@ def jit(partition: Partition, function: Callable[..., object], **options: Any) -
 
 
 def _schedule(rounds: int, parts: Parts, params: Params, batch: Batch, leading: int) -> Schedule:
-    """The schedule for the active partition. The dimensions of a batch before those of `Parts.stream_axes` are
-    `leading` - 1."""
+    """The schedule for the active partition. `leading`: dimensions of a batch up to its rows, 2 with microbatches."""
     partition = active()
     stages = 1 if partition is None else partition.size("layers")
     if partition is None or stages == 1:

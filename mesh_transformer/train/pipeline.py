@@ -105,8 +105,8 @@ def _gradients(
 
 
 def _by_microbatch(means: Means, whole: dict[str, Means]) -> Means:
-    """The means of all layers, (M, L + N, ...), from those of the shared run, (v, L / v, M, ...), and of the others,
-    each (M, N, ...)."""
+    """The means of all layers, (M, L + N, ...), from the means of the shared run, (v, L / v, M, ...), and the means of
+    the other runs, (M, N, ...)."""
     shared = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
     parts = whole["before"], shared, whole["after"]
     names = dict.fromkeys(name for part in parts for name in part)
@@ -136,8 +136,8 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Batch) -> tuple[jax.
 
 
 class _Sums(NamedTuple):
-    """What the ticks add up, float32: gradients (those of `Forward.tables` of this stage's part only), and by
-    microbatch the squared norms."""
+    """What the ticks add up, float32: gradients (of `Forward.tables` only for this stage's part), and the squared norms
+    by microbatch."""
 
     tables: Params
     blocks: Params
@@ -378,7 +378,7 @@ class _Backward:
         """The embedding of a microbatch by the head's gradient of the table that both share, float32 (B, T, D).
 
         The squared norm of the gradient of this table includes the product of the two parts. The embedding is linear in
-        its parameters: the product is that of these rows with the gradient of the embedding's output.
+        its parameters, so this product equals the product of these rows with the gradient of the embedding's output.
         """
         parts = self.forward.parts
         return constrain(parts.embed(gradient, batch).x_BTD, *parts.stream_axes)

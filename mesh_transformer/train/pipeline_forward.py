@@ -177,7 +177,7 @@ class Forward:
         )
 
     def add(self, total: Losses, item: Item, loss: jax.Array, results: Results) -> Losses:
-        """The results with those of one microbatch, from this stage's share."""
+        """The results, with the results of one microbatch added, from this stage's share."""
         names = (None, "batch", "seq")[: self.stages.place + 2]
 
         def add(all_MBT: jax.Array, one_Bt: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ from mesh_transformer.train.schedule import Metrics, Parts, Schedule
 def summed_once(schedule: Schedule) -> Schedule:
     """`schedule` on each replica, with its part of every microbatch, and then the mean over the replicas.
 
-    A replica's part of a microbatch must be a microbatch with the same scale of the loss: the mean of the losses of all
-    parts is that of the whole. The squared norms are those of the parts, (replicas * A,).
+    A replica's part of a microbatch must be a microbatch with an equal scale of the loss: the mean loss of the parts is
+    the loss of the whole microbatch. The squared norms are of the parts, (replicas * A,).
     """
     return schedule._replace(gradients=functools.partial(_gradients, schedule))
 

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     A kind in `runs` may have a function of its own instead."""
     loss: Callable[[Params, jax.Array, Batch], tuple[jax.Array, Results]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
-    (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
+    (B, T, ...). The scalars of the parts of a batch, cut along `shared_out`, add up to the scalar of the batch."""
     axes: Params
     """The dimension names of the trained parameters."""
     transform: Callable[[Params, Params], Params] = side_by_side
@@ -58,8 +58,8 @@ class Parts(NamedTuple):
     """The partition of the sum of gradients; None: the active one."""
     runs: Runs | None = None
     """The layers by their kinds, in order; None: all layers are alike. With several runs, the names of the modules of
-    "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run, and compute
-    the others whole: `shared_run`."""
+    "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run
+    (`spec.shared_run`), and each stage computes the other runs whole."""
     numbers: Rows = None
     """Arrays (L, ...) without gradients. Each layer reads its own row. None: none."""
     kept: Sequence[str] | None = None
@@ -72,8 +72,8 @@ class Parts(NamedTuple):
     stream_axes: Axes = ("batch", "block_seq", "act_embed")
     """The dimension names of x between layers."""
     shared_out: str = "block_seq"
-    """The dimension of `stream_axes` of which each stage of a pipeline takes a part through `loss`. Every array of a
-    batch has it at the same place."""
+    """The dimension that the stages of a pipeline divide among themselves to compute the loss, a name of `stream_axes`.
+    Every array of a batch has it at the place that it has there."""
 
     def layout(self, blocks: Block) -> Runs:
         """`runs`, given the parameters "blocks"; one run if there are none."""

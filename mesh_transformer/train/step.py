@@ -49,8 +49,8 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, tokens_ABT: jax.Array, replicas: int = 1) -> Self:
-        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight. So many replicas compute their
-        parts of B on their own."""
+        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens with equal weights. `replicas` compute their parts of B
+        on their own."""
         tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
         order = context.order(tokens.shape[-1])
         if order is not None:
@@ -138,7 +138,7 @@ class TrainProgram:
             split: a tree like the model's parameters -> its trained and its frozen part.
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
-            schedule: the order in which microbatches and layers are computed; None: that of the config.
+            schedule: the order in which microbatches and layers are computed; None: as the config says.
 
         Raises:
             UserError: mesh.pp is over 1, and `split` or `transform` is given.
@@ -150,7 +150,7 @@ class TrainProgram:
         self._dispatch = Dispatch(config.experts.exchange, config.experts.capacity_factor)
         layers = self.model.decoder.expert_layers
         self._router_loss = functools.partial(experts.router_loss, config.experts, layers)
-        # those that compute gradients on their own
+        # the replicas that compute gradients on their own
         self._replicas = Replicas(self.partition).count if config.mesh.sum_gradients == "per_step" else 1
         if self._replicas > 1:
             self.schedule = summed_once(self.schedule)
