@@ -45,8 +45,9 @@ class MeshConfig(Group):
     """tensor parallelism (Megatron): splits heads, feed-forward and vocabulary"""
     context_mode: Literal["zigzag", "ring", "ulysses", "gather"] = "zigzag"
     """how attention reads the positions of other devices of cp. zigzag: keys and values go around a ring, and each
-    device has an early and a late part of the sequence, so that all have the same work. ring: the same with consecutive
-    positions. ulysses: the heads are split instead of the positions. gather: each device gathers all keys and values"""
+    device has an early and a late part of the sequence, so that all have equal work. ring: keys and values go around a
+    ring, and each device has consecutive positions. ulysses: the heads are split instead of the positions. gather: each
+    device gathers all keys and values"""
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """the order of the microbatches in the stages of pp. 1f1b: each stage has consecutive layers. interleaved: each
     stage has mesh.rounds groups of consecutive layers, so that it waits less and sends more"""
@@ -103,8 +104,8 @@ class MeshConfig(Group):
         return self.rounds if self.schedule == "interleaved" else 1
 
     def stages(self, shape: MeshShape) -> int:
-        """The groups of consecutive layers into which a pipeline cuts a run: of all stages, in all rounds; 1 without
-        one."""
+        """The number of groups of consecutive layers into which a pipeline cuts a run: stages x rounds; 1 without a
+        pipeline."""
         return shape["pp"] * self.rounds_of_layers if shape["pp"] > 1 else 1
 
     @property
@@ -216,7 +217,7 @@ def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) 
     """
     free = tuple(axis for axis in ("pp", "cp") if shape[axis] > 1)
     if not free:
-        # the shardings of parameters are then equal to those of training
+        # the shardings of parameters are then the shardings of training
         return _RULES
     rules = {name: _without(_without(axes, "cp"), "pp") for name, axes in _RULES.items()}
     for axis, folded in ("tp", (*free, "tp")), ("fsdp", ("fsdp", *free)):

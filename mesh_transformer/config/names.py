@@ -167,24 +167,24 @@ def resolve(name: str, config: Mapping[str, Any] | None = None) -> tuple[str, st
         return group, field, entry
     if group in GROUPS:
         raise UserError(f"{group} is a group: name one of its fields, {', '.join(FIELDS[group])}")
-    if dot or not (found := owners(group)):
+    if dot or not (groups := owners(group)):
         raise UserError(f"unknown key {_cut(name)}: {_advice(group, fields) or _known(GROUPS)}")
-    if len(found) > 1:
-        raise UserError(f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in found)}")
-    return found[0], group, ""
+    if len(groups) > 1:
+        raise UserError(f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in groups)}")
+    return groups[0], group, ""
 
 
 def moved(raw: dict[str, Any]) -> dict[str, Any]:
     """A grouped file with its moved fields in their new groups. A value that is already there takes precedence."""
-    found = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
+    grouped = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
     for (group, field), (new_group, new_field) in MOVED.items():
         if isinstance(raw.get(group), dict) and field in raw[group]:
-            if found.get(new_group) is None:
-                found[new_group] = {}
-            target, value = found[new_group], found[group].pop(field)
+            if grouped.get(new_group) is None:
+                grouped[new_group] = {}
+            target, value = grouped[new_group], grouped[group].pop(field)
             if isinstance(target, dict) and target.get(new_field) is None:
                 target[new_field] = value
-    return found
+    return grouped
 
 
 def _flat_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -226,7 +226,7 @@ def _unknown(key: str, advice: str, what: str = "key") -> str:
 
 
 def _fields(config: Mapping[str, Any]) -> Fields:
-    """The fields of each group; of a group with variants, those of the class that `config` selects."""
+    """The fields of each group; for a group with variants, the fields of the class that `config` selects."""
     fields = dict(FIELDS)
     for group, variants in VARIANTS.items():
         values = config.get(group)

@@ -87,14 +87,14 @@ class ExpertsConfig(Group):
     later choices first; metrics count them. Absent: no token is dropped, and validation drops none"""
     balance_loss: NonNegative = 0.01
     """weight of the balance loss (Switch, arXiv:2101.03961): for each layer, experts x the sum over experts of the
-    share of choices x the mean probability, 1 if even; the mean over layers. The value of transformers is
-    experts_per_token times this: its router_aux_loss_coef times experts_per_token is our weight"""
+    share of choices x the mean probability, 1 if even; the mean over layers. To compute the loss of transformers, set
+    it to router_aux_loss_coef x model.experts_per_token"""
     z_loss: NonNegative = 0.001
     """weight of the router's z-loss (ST-MoE, arXiv:2202.08906): the mean of the squared log-sum-exp of a router's
     logits; the mean over layers"""
     bias_rate: NonNegative = 0.001
     """for routers with a bias (DeepSeek-V3, arXiv:2412.19437): after each step, the bias of an expert with fewer tokens
-    than the mean rises by this, and of one with more falls. 0: the biases stay"""
+    than the mean rises by this number, and the bias of an expert with more tokens falls by it. 0: the biases stay"""
 
 
 class DataConfig(Group):
@@ -112,7 +112,7 @@ class DataConfig(Group):
     """length of a training sequence"""
     tokenizer: OptionalText = None
     """`bytes`, a folder with tokenizer files, or a name on the Hugging Face hub such as gpt2; for .txt files and
-    samples; absent: that of the checkpoint, else gpt2"""
+    samples; absent: the tokenizer of the checkpoint, else gpt2"""
     shuffle: Switch = False
     """shuffle files and records; false: keep the order of the index and of its files"""
     shuffle_window: Annotated[Count, Unit("records")] = 16384
@@ -173,7 +173,7 @@ class CheckpointConfig(Group):
     keep_every: Steps | None = None
     """keep the checkpoint of every step that this number divides; absent: keep only the newest"""
     keep_latest: Annotated[Count, Unit("checkpoints")] = 1
-    """number of newest checkpoints to keep, in addition to those of keep_every"""
+    """number of newest checkpoints to keep, in addition to the checkpoints that keep_every keeps"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -335,7 +335,7 @@ class Config(Group):
 
 
 VARIANTS = marks(Config, Variants)
-"""The groups of which one field selects the class."""
+"""The groups whose class one of their fields selects."""
 
 GROUPS: dict[str, Any] = {
     name: VARIANTS[name].merged if name in VARIANTS else field.annotation for name, field in Config.model_fields.items()

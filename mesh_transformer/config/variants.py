@@ -47,7 +47,7 @@ class Variants:
         """Refuse an unknown class, and fields that only other classes have.
 
         Raises:
-            UserError: lists the classes, or names those that have the field.
+            UserError: lists the classes, or names the classes that have the field.
         """
         name, where = self.chosen(values), f"{group}.{self.tag}"
         if name not in tuple(self.classes):

@@ -32,7 +32,7 @@ class Fit(NamedTuple):
     pass_bytes: float
     # cycles of a core for one logit of attention, forward and backward, while the logits are in its vector memory
     logit_cycles: float
-    # bytes of logits of one part of the queries for which that memory has room
+    # bytes of the logits of one part of the queries that fit into the vector memory
     logit_room: float
 
 
@@ -43,7 +43,7 @@ FITTED = {
     "v6e": Fit(0.80, 249, 0.05, 48 * MIB),
 }
 """From the step of GPT-J-6B on v3-8, v5e-8 and v6e-8 (tp 8), v4-8 (tp 4), and for the room on v5e-8 (fsdp 8). v5e and
-v6e have 128 MiB of vector memory; logits never stay in that of v3 and v4, 16 MiB."""
+v6e have 128 MiB of vector memory. v3 and v4 have 16 MiB, in which logits never stay."""
 LIKE = {"v2": "v3", "v5p": "v4", "v7x": "v6e"}
 """Generations without a compiled program, and the nearest one that has."""
 # bytes between memory and core for one logit of attention, forward and backward
@@ -76,7 +76,7 @@ SUM_TRAFFIC, UPDATE_TRAFFIC = 15.5, 50.0
 # queries, of the feed-forward layer's hidden values, and of an activation as wide as the residual stream: from the
 # peaks of a 13B model on v3-256 and of a 16B model on v5e-256, both fsdp 256.
 LIVE_LOGITS, LIVE_HIDDEN, LIVE_ROWS = 6.0, 1.5, 2.6
-# the same in the loss, of the float32 logits of one chunk
+# arrays that live at once in the loss, as a multiple of the float32 logits of one chunk
 LIVE_VOCAB_LOGITS = 2.5
 # What is kept without recomputation: of a norm, as a multiple of its output (three arrays in float32, and the output);
 # of the hidden values, where fsdp splits the weights, which recomputes nothing but gathers, and elsewhere.
@@ -89,7 +89,7 @@ KEPT_OF_HIDDEN_FSDP, KEPT_OF_HIDDEN = 6.0, 2.0
 # their own.
 RING_STEP_S, RING_PASSES = 6e-6, 2.5
 
-# Chips for which libtpu sums and slices, where others have a reduce-scatter of activations.
+# Chips for which libtpu compiles a reduce-scatter of activations as a sum and a slice.
 WITHOUT_REDUCE_SCATTER = ("v2", "v3")
 
 
@@ -119,7 +119,7 @@ def estimate(
     """The estimate for a config on `n_devices` devices. `mesh.overlap_tp` is not "auto": see `overlap.resolve`.
 
     Args:
-        fused_attention: share of the peak that a kernel reaches which never writes logits to memory (Dao et al. 2022,
+        fused_attention: share of the peak that a kernel reaches, if it never writes logits to memory (Dao et al. 2022,
             arXiv:2205.14135); None: the attention of ops/attend.
 
     Raises:
@@ -153,7 +153,7 @@ class _Rates(NamedTuple):
     # bytes/s of a pass over an activation, and of the memory
     passes: float
     memory: float
-    # seconds of a logit of attention in vector memory, and bytes of logits for which that has room
+    # seconds of a logit of attention in vector memory, and bytes of logits that fit into it
     logit: float = 0.0
     logit_room: float = 0.0
 
@@ -276,7 +276,7 @@ def _products(layer: LayerSizes, rates: _Rates) -> float:
 def _attention(layer: LayerSizes, rates: _Rates, fused: float | None) -> float:
     """The products of queries, keys and values, the softmax, rotary encoding and changes of layout."""
     step, again = layer.step, _Recomputed.of(layer)
-    # the mean of those of queries and keys and those of the softmax and values
+    # operations of queries with keys, or of the softmax with values: the mean of both
     product = layer.logits * layer.attention.products_per_key / layer.attention.heads
     heads = layer.query_bytes + layer.key_bytes + layer.mixed_bytes
     moved = (HEADS_FORWARD * (1 + again.qkv) + HEADS_BACKWARD) * heads / rates.passes
@@ -320,7 +320,7 @@ def _sums_of_layer(layer: LayerSizes, rates: _Rates) -> float:
     seconds += gathers * _transfer(step.accelerator, "all-gather", step.whole_rows, tensor)
     if step.config.mesh.overlap_tp is not True:
         return seconds
-    # what is longer than the products that hide it, and the cost of the parts
+    # the part of the transfers that products do not hide, and the cost of products in parts
     part = RING_STEP_S + RING_PASSES * step.whole_rows / tensor.size / rates.passes
     return max(0.0, seconds - _products(layer, rates)) + (sums + gathers) * (tensor.size - 1) * part
 
@@ -328,14 +328,15 @@ def _sums_of_layer(layer: LayerSizes, rates: _Rates) -> float:
 def _collectives(step: StepSizes, rates: _Rates) -> dict[str, float]:
     """The transfers of a microbatch, as if nothing ran beside them.
 
-    So libtpu schedules those of the train step, with two exceptions that partly cancel: on v5e-16 and larger slices
-    most gathers of weights run beside products, and the gradients are summed over all devices instead of scattered.
+    libtpu schedules the transfers of the training step in this way, with two exceptions that partly cancel: on v5e-16
+    and larger slices most gathers of weights run beside products, and the gradients are summed over all devices instead
+    of scattered.
     """
     rules, embed = step.split.rules, step.split.rules["embed"] or ()
     tensor, weights = step.group(rules["mlp"]), step.group(embed)
     replicas = step.group([axis for axis in (*(rules["batch"] or ()), *(rules["seq"] or ())) if axis not in embed])
     seconds = functools.partial(_transfer, step.accelerator)
-    # of the embedding, and of the gradient of the head's input
+    # the sum of the embedding, and the sum of the gradient of the head's input
     ends = 2 * seconds("all-reduce", step.whole_rows, tensor)
     tables = step.elements("embed", "head", gathered=True) * step.item_bytes
     per_layer = step.config.mesh.gather_weights == "per_layer"
@@ -368,18 +369,17 @@ def _collectives_of_a_step(step: StepSizes) -> dict[str, float]:
     """The transfers that a step makes once: with mesh.gather_weights=per_step, mesh.sum_gradients=per_step and
     mesh.zero1."""
     embed, moments = step.split.rules["embed"] or (), step.split.moments["embed"] or ()
-    found = {}
+    seconds = {}
     if step.config.mesh.gather_weights == "per_step":
         whole = step.elements("embed", "blocks", "head", gathered=True) * step.item_bytes
-        found["gathered weights"] = _transfer(step.accelerator, "all-gather", whole, step.group(embed))
+        seconds["gathered weights"] = _transfer(step.accelerator, "all-gather", whole, step.group(embed))
     updated = step.group([axis for axis in moments if axis not in embed])
-    found["sums over replicas"] = _transfer(step.accelerator, "all-gather", step.all_elements * FLOAT32_BYTES, updated)
+    n_bytes = step.all_elements * FLOAT32_BYTES
+    seconds["sums over replicas"] = _transfer(step.accelerator, "all-gather", n_bytes, updated)
     if step.config.mesh.sum_gradients == "per_step":
         replicas = step.group([axis for axis in step.split.rules["batch"] or () if axis not in embed])
-        found["sums over replicas"] += _transfer(
-            step.accelerator, "all-reduce", step.all_elements * FLOAT32_BYTES, replicas
-        )
-    return found
+        seconds["sums over replicas"] += _transfer(step.accelerator, "all-reduce", n_bytes, replicas)
+    return seconds
 
 
 def _transfer(accelerator: Accelerator, kind: str, n_bytes: float, group: DeviceGroup) -> float:

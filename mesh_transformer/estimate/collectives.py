@@ -14,7 +14,7 @@ from mesh_transformer.accelerators import Accelerator
 # parts of the array that a device sends, in units of (n - 1) / n of it
 _SENT = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 0.5, "ragged-all-to-all": 0.5}
 _SENT |= {"collective-broadcast": 1.0}
-# the same between slices, whose network is no torus
+# the parts that a device sends between slices, whose network is no torus
 _SENT_BETWEEN_SLICES = {**_SENT, "all-to-all": 1.0}
 # to start a transfer to a neighbour
 HOP_S = 2e-6
@@ -80,7 +80,7 @@ def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator:
     rings = 1 if not adjacent or chips < PLANE_CHIPS else 2
     if accelerator.torus == 3 and adjacent and chips >= SPACE_CHIPS:
         rings = 3
-    # the devices of a chip that belong to different groups use its links at the same time
+    # devices of one chip that belong to different groups use its links at once
     sharing = 1 if adjacent else accelerator.devices_per_chip
     between_chips = _SENT[kind] * (chips - 1) / chips * n_bytes * sharing / (2 * rate * rings)
     inside_chips = 3 * through_memory if adjacent and accelerator.devices_per_chip > 1 else 0.0

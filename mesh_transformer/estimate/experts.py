@@ -1,6 +1,6 @@
 """What routed experts add to the closed form: the rows of the choices, and their way to the devices of their experts.
 
-No measured step stands behind it: the times are those of the transfers alone, and the rows those that
+No measured step stands behind it: the time is the time of the transfers alone, and the rows are the rows that
 `ops.experts.apply` holds at once.
 """
 
@@ -36,7 +36,7 @@ def exchange_seconds(layer: LayerSizes, recomputed: bool, seconds: Callable[[str
 
     Args:
         recomputed: whether the backward pass computes the experts again.
-        seconds: of a collective, a number of bytes, and a group.
+        seconds: (a kind of collective, bytes, a group of devices) -> seconds.
     """
     step = layer.step
     group = step.group(step.split.rules["experts"])

@@ -1,6 +1,6 @@
 """GPUs as targets of a compilation, with none attached. JAX's CUDA plugin describes them; it needs no CUDA library.
 
-The properties are those that a CUDA device reports (NVIDIA's tuning guides for Ampere and Hopper).
+The properties are what a CUDA device reports (NVIDIA's tuning guides for Ampere and Hopper).
 """
 
 import importlib.util

@@ -25,7 +25,7 @@ _BETWEEN_SLICES = {
     "REDUCE_SCATTER": "reduce-scatter",
 }
 
-# instructions that read, or replace, a part of their first operand; and those that do not move it
+# instructions that read, or replace, a part of their first operand; and instructions that do not move it
 _SLICES = ("slice", "dynamic-slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _VIEWS = ("bitcast",)
@@ -67,7 +67,7 @@ class Array(NamedTuple):
 class Crossing(NamedTuple):
     """A transfer between TPU slices. It has a `send` of what a device gives to it, and a `recv` of what it yields."""
 
-    # the same in both
+    # one name for its `send` and its `recv`
     name: str
     # of KINDS
     kind: str
@@ -86,8 +86,8 @@ class Instruction(NamedTuple):
     @property
     def arrays(self) -> tuple[Array, ...]:
         """What it yields on one device."""
-        found = _ARRAY.findall(self.result)
-        return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found)
+        arrays = _ARRAY.findall(self.result)
+        return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in arrays)
 
     @property
     def nbytes(self) -> int:
@@ -112,9 +112,9 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """The names of the computations that it calls: of a `while`, condition and body."""
-        found = [one or several for one, several in _CALLED.findall(self.rest)]
-        return [name.lstrip("%") for names in found for name in names.split(", ")]
+        """The names of the computations that it calls; a `while` calls its condition and its body."""
+        called = [one or several for one, several in _CALLED.findall(self.rest)]
+        return [name.lstrip("%") for names in called for name in names.split(", ")]
 
     @property
     def cycles(self) -> int | None:
@@ -207,8 +207,8 @@ class Module:
         return sum(one.nbytes for one in self.operands(instruction) if not one.result.startswith("("))
 
     def moved_bytes(self, instruction: Instruction) -> int:
-        """Bytes that it reads and writes. The rest of an array of which it reads, or updates in place, a slice does not
-        move."""
+        """Bytes that it reads and writes. If it reads a slice of an array, or updates one in place, the rest of the
+        array does not count."""
         if instruction.opcode != "fusion":
             read = 0 if instruction.opcode in (*_SLICES, *_UPDATES) else self.operand_bytes(instruction)
             return read + self._written_bytes(instruction)
@@ -218,7 +218,8 @@ class Module:
         return read + sum(map(self._written_bytes, roots))
 
     def _read_bytes(self, source: Instruction, body: list[Instruction]) -> int:
-        """Of a parameter of a fusion: slices of it, if nothing else uses it. `_written_bytes` counts these."""
+        """Bytes that a fusion reads of a parameter: only slices, if nothing else uses it. `_written_bytes` counts what
+        updates read."""
         users = [one for one in body if source.name in one.operands]
         if not all(one.opcode in (*_SLICES, *_UPDATES, *_VIEWS) and one.operands[0] == source.name for one in users):
             return source.nbytes
@@ -226,7 +227,7 @@ class Module:
         return views + sum(one.nbytes for one in users if one.opcode in _SLICES)
 
     def _written_bytes(self, one: Instruction) -> int:
-        """Of a result; and what a slice, or the update of one, reads."""
+        """Bytes of a result, and the bytes that a slice, or the update of a slice, reads."""
         while one.opcode in _VIEWS and (source := next(self.operands(one), None)) is not None:
             one = source
         if one.opcode in _SLICES:
@@ -243,7 +244,7 @@ class Module:
         return body[-1] if instruction.opcode == "fusion" and body else instruction
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions that it fuses or calls, those of nested computations too."""
+        """The instructions that it fuses or calls, with the instructions of nested computations."""
         for name in instruction.called:
             for one in self.computations.get(name, ()):
                 yield one

@@ -12,8 +12,8 @@ from mesh_transformer.estimate.closed_form import estimate
 def resolve(config: Config, n_devices: int, accelerator: Accelerator | None) -> Config:
     """The config with "auto" replaced.
 
-    It is false without `mesh.shard_activations`, without tensor parallelism, and on devices of which the rates are not
-    known: CPUs and several GPUs.
+    It is false without `mesh.shard_activations`, without tensor parallelism, and on devices without known rates: CPUs
+    and several GPUs.
 
     Raises:
         UserError: the mesh does not fit the devices, or does not divide a size.

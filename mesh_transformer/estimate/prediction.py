@@ -59,8 +59,8 @@ class Prediction:
     Args:
         slice: name of the slice or the GPU.
         program: train; prefill or decode, which are calls of the server.
-        mesh: size of each axis; if the target cannot hold the mesh, of those that the config sets.
-        microbatch: sequences of a microbatch on the whole mesh; of prefill and decode, sequences of a call.
+        mesh: size of each axis; only the axes that the config sets, if the target cannot hold the mesh.
+        microbatch: sequences of a microbatch on the whole mesh; for prefill and decode, sequences of a call.
         accumulation: microbatches of a step.
         sequences: of a step, or of a call.
         fits: whether the compiler accepts the program and its peak is at most the usable memory.
@@ -159,20 +159,20 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
         return replace(_impossible(config, target, changes, str(error)), estimate=FORMULA)
     accelerator = target.accelerator
     resolved = overlap.resolve(config, target.n_devices, accelerator)
-    found = closed_form.estimate(resolved, target.n_devices, accelerator)
-    fits = found.gib <= accelerator.usable_gib
-    close = abs(found.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
+    needs = closed_form.estimate(resolved, target.n_devices, accelerator)
+    fits = needs.gib <= accelerator.usable_gib
+    close = abs(needs.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
     case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
     tokens = accumulation * batch * config.seq
     flops = tokens * flops_per_token(config.model.decoder(), config.seq)
     return Prediction(
         **case.fields | {"estimate": FORMULA},
         fits=fits,
-        peak_gib=found.gib,
-        memory_gib=_renamed(found.memory, _MEMORY_OF_THE_FORMULA),
-        **_speed(case, found.seconds, tokens, flops, FORMULA_TIME),
-        parts=_renamed(found.time, _TIME_OF_THE_FORMULA),
-        reason=None if fits else _too_large(found.gib, accelerator.usable_gib),
+        peak_gib=needs.gib,
+        memory_gib=_renamed(needs.memory, _MEMORY_OF_THE_FORMULA),
+        **_speed(case, needs.seconds, tokens, flops, FORMULA_TIME),
+        parts=_renamed(needs.time, _TIME_OF_THE_FORMULA),
+        reason=None if fits else _too_large(needs.gib, accelerator.usable_gib),
         notes=[f"only the compiler can say whether this fits: the formula is exact to {FORMULA_MEMORY:.0%}"] * close,
     )
 
@@ -187,7 +187,7 @@ def predict_serving(
 ) -> Iterator[Prediction]:
     """Compile the prefill of the longest chunk of a prompt, and the decoding of a token in each of `slots` sequences.
 
-    Both programs are those of device_serve.py for the whole context of the model.
+    device_serve.py runs both programs, for the whole context of the model.
 
     Raises:
         UserError: as `predict_training`.
@@ -300,8 +300,9 @@ def _too_large(peak_gib: float | None, usable_gib: float) -> str:
 
 
 def _renamed(parts: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    """The parts under other names. The values of parts that get one name are added."""
+    renamed: dict[str, float] = {}
     for part, value in parts.items():
         name = names.get(part, part)
-        found[name] = found.get(name, 0.0) + value
-    return found
+        renamed[name] = renamed.get(name, 0.0) + value
+    return renamed

@@ -26,7 +26,7 @@ from mesh_transformer.train.step import peak_bytes
 GIB = 2**30
 # Kept programs; the oldest are deleted. A program of 6B takes about 100 KB.
 MAX_PROGRAMS = 1000
-# The packages that make a program out of the same source.
+# The packages whose version decides which program a source becomes.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # "Used 19.26G of 15.48G hbm", "the total memory required for ... (512.00G) exceeds available HBM"
 _NEEDED = re.compile(r"(?:Used |\()(\d+(?:\.\d+)?)([MG])(?: of|\) exceeds)")
@@ -55,13 +55,13 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None
     path = None if folder is None else folder / f"{_key(lowered, target)}.json.gz"
     if path is not None and path.exists():
         with contextlib.suppress(OSError, ValueError, TypeError), gzip.open(path, "rt") as file:
-            found = Compiled(**json.load(file))
+            kept = Compiled(**json.load(file))
             path.touch()
-            return found
-    found = _compile(lowered, {} if target.accelerator.is_tpu else COMPILE_OPTIONS)
+            return kept
+    compiled = _compile(lowered, {} if target.accelerator.is_tpu else COMPILE_OPTIONS)
     if path is not None:
-        _keep(path, found)
-    return found
+        _keep(path, compiled)
+    return compiled
 
 
 def default_folder() -> Path:

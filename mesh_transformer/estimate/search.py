@@ -1,5 +1,5 @@
-"""The settings of a run that are fastest by the closed form, among those that leave its result the same: the mesh, what
-the backward pass recomputes, and the division of a step into microbatches. Nothing is compiled.
+"""Search the mesh, the recomputation and the size of a microbatch for the fastest step by the closed form. Nothing is
+compiled, and the results of the run do not change.
 """
 
 import itertools
@@ -24,7 +24,7 @@ TP_CHIPS = 16
 # the values of compute.remat, and the one that needs the least memory
 POLICIES = (*KEPT, "none")
 LEAST_MEMORY = "full"
-# of the usable memory: a program that needs so much more by the closed form may still fit
+# a program that needs up to so many times the usable memory by the closed form may still fit
 TOLERANCE = 1.05
 Changes = dict[tuple[str, str], Any]
 """The values of fields, by group and field."""
@@ -46,15 +46,15 @@ class Found:
 
     # fastest first
     best: tuple[Candidate, ...]
-    # if nothing fits: those that need the least memory
+    # if nothing fits: the candidates that need the least memory
     misses: tuple[Candidate, ...] = ()
     # changes after which something fits, such as "--set mesh.fsdp=8"
     remedies: tuple[str, ...] = ()
 
 
 def search(config: Config, n_devices: int, accelerator: Accelerator, count: int = 4) -> Found:
-    """The `count` fastest candidates that may fit, of which at least one needs no more than the usable memory if there
-    is such a candidate; or the nearest misses.
+    """The `count` fastest candidates within TOLERANCE of the usable memory. If any candidate surely fits, at least one
+    of them does. If no candidate is within TOLERANCE: the candidates that need the least memory.
 
     Raises:
         UserError: no mesh of these devices divides the sizes of the config, they are several GPUs, or the config has an
@@ -65,16 +65,16 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
             f"the search does not model {' and '.join(others)}: set {' '.join(f'--set {axis}=1' for axis in others)}, "
             "or leave out --search"
         )
-    found = candidates(config, n_devices, accelerator)
-    if not found:
+    every = candidates(config, n_devices, accelerator)
+    if not every:
         raise UserError(
             f"no mesh of {n_devices} devices divides the sizes of the model and the {sequences(config, n_devices)} "
             "sequences of a step: change data.batch_size, or the number of devices"
         )
-    by_time = sorted(found, key=lambda one: (one.estimate.seconds, len(one.overrides)))
+    by_time = sorted(every, key=lambda one: (one.estimate.seconds, len(one.overrides)))
     near = [one for one in by_time if one.estimate.gib < TOLERANCE * accelerator.usable_gib]
     if not near:
-        misses = sorted(found, key=lambda one: one.estimate.gib)[:count]
+        misses = sorted(every, key=lambda one: one.estimate.gib)[:count]
         return Found((), tuple(misses), tuple(remedies(config, n_devices, accelerator)))
     best = near[:count]
     if not any(_fits(one, accelerator) for one in best):
@@ -90,13 +90,13 @@ def candidates(
     largest: int | None = None,
 ) -> list[Candidate]:
     """Every mesh of the devices, with each policy of recomputation and each size of a microbatch, at most `largest`
-    sequences of a replica. The sequences of a step stay those of the config.
+    sequences of a replica. The number of sequences of a step does not change.
 
     Raises:
         UserError: the accelerator is a GPU, and there are several.
     """
     check_modelled(n_devices, accelerator)
-    found = []
+    every = []
     for changes in _changes(config, n_devices, accelerator, policies, largest):
         changed, overrides = _changed(config, changes)
         try:
@@ -104,12 +104,12 @@ def candidates(
         except UserError:
             # an axis does not divide a size
             continue
-        found.append(Candidate(changed, overrides, guess))
-    return found
+        every.append(Candidate(changed, overrides, guess))
+    return every
 
 
 def sequences(config: Config, n_devices: int) -> int:
-    """Sequences of a step of the config. If its mesh needs more devices, those of its smallest mesh."""
+    """Sequences of a step of the config, on its smallest mesh if it needs more devices."""
     accumulation, given = config.optimizer.gradient_accumulation_steps, config.mesh.given
     if config.data.batch_size is not None:
         return accumulation * config.data.batch_size
@@ -120,22 +120,22 @@ def sequences(config: Config, n_devices: int) -> int:
 
 
 def remedies(config: Config, n_devices: int, accelerator: Accelerator) -> list[str]:
-    """Changes of a config that does not fit, after each of which it fits by the closed form: settings that the search
+    """Changes of a config that does not fit. After each change it fits by the closed form: settings that the search
     changes, if necessary with moments in bfloat16; and the smallest larger slice."""
-    found = []
+    changes = []
     for extra in _moments(config):
         changed, overrides = _changed(config, extra)
         fitting = [one for one in candidates(changed, n_devices, accelerator) if _fits(one, accelerator)]
         if fitting:
             least = min(fitting, key=lambda one: (len(one.overrides), one.estimate.seconds))
-            found.append(" ".join(f"--set {override}" for override in (*overrides, *least.overrides)))
+            changes.append(" ".join(f"--set {override}" for override in (*overrides, *least.overrides)))
             break
     larger = (kind for kind in _slices(accelerator) if kind.devices > n_devices)
     enough = next((kind for kind in larger if _fits_somehow(config, kind.devices, accelerator)), None)
     if enough is not None:
         # the common name: v5e-16, not v5litepod-16
-        found.append(f"a {enough.generation.name}-{enough.name.rpartition('-')[2]}")
-    return found
+        changes.append(f"a {enough.generation.name}-{enough.name.rpartition('-')[2]}")
+    return changes
 
 
 def _moments(config: Config) -> Iterator[Changes]:
@@ -188,7 +188,7 @@ def _changes(
 
 
 def _meshes(config: Config, n_devices: int, accelerator: Accelerator) -> Iterator[MeshShape]:
-    """Every shape of the axes that the search changes, beside the config's other axes."""
+    """Every shape of the axes that the search changes. The config's other axes stay."""
     others = {axis: size for axis, size in config.mesh.given.items() if axis not in MODELLED}
     if any(size > 1 for size in others.values()):
         return
@@ -220,7 +220,7 @@ def _batch(config: Config, size: int, replicas: int) -> Changes:
 
 
 def _changed(config: Config, changes: Mapping[tuple[str, str], Any]) -> tuple[Config, tuple[str, ...]]:
-    """The config with these values, and the arguments of --set for those that differ."""
+    """The config with these values, and the arguments of --set for the values that differ."""
     groups: dict[str, dict[str, Any]] = {}
     for (group, field), value in changes.items():
         if getattr(getattr(config, group), field) != value:

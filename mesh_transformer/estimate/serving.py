@@ -13,8 +13,8 @@ from mesh_transformer.models.placement import Placement
 NAMES = ("prefill", "decode")
 """The programs, in the order of `programs`."""
 LOOPS = {"jit(draw)": 1, "jit(_generate)": MAX_STEPS}
-"""The trips of loops that end with the requests: a call samples so many tokens; a search inside of sampling is one
-step."""
+"""The assumed trips of loops that end with the requests: a call samples MAX_STEPS tokens, and a search inside of
+sampling takes one step."""
 
 
 class ServingProgram(NamedTuple):

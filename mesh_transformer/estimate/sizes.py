@@ -36,8 +36,9 @@ class Split:
     decoder: Decoder
     # the size of each mesh axis
     shape: MeshShape
-    # of weights and activations; of gradients' sums and the optimizer's state
+    # the rules for weights and activations
     rules: Rules
+    # the rules for the sums of gradients and the optimizer's state
     moments: Rules
     # dimensions that no axis splits, whatever the rules say
     whole: frozenset[str]
@@ -67,18 +68,18 @@ class Split:
         return self.elements(axes, shape) * self.parts("embed" if "embed" in axes else None)
 
     def products(self, array: Array) -> float:
-        """Elements of a matrix of one layer by which a device multiplies each of its tokens. The devices that split
-        experts exchange tokens, so each computes as many as it has."""
+        """Elements of a matrix of one layer by which a device multiplies each of its tokens. Devices that split experts
+        exchange tokens, so each device computes as many tokens as it has."""
         return array.used / math.prod(self.parts(name) for name in array.axes if name not in ("embed", "experts"))
 
     @functools.cached_property
     def kinds(self) -> dict[Layer, float]:
-        """The layers that a device computes, by their kind."""
-        shared, found = self.decoder.shared_run(self.groups), dict.fromkeys(self.decoder.kinds, 0.0)
+        """The number of layers of each kind that a device computes."""
+        shared, counts = self.decoder.shared_run(self.groups), dict.fromkeys(self.decoder.kinds, 0.0)
         for number, run in enumerate(self.decoder.runs):
             for kind in run.period:
-                found[kind] += run.repeats / (self.parts("layers") if number == shared else 1)
-        return found
+                counts[kind] += run.repeats / (self.parts("layers") if number == shared else 1)
+        return counts
 
     @property
     def width(self) -> int:
@@ -203,8 +204,8 @@ class LayerSizes:
 
     @functools.cached_property
     def mixing(self) -> tuple[float, float]:
-        """Elements of the matrices of attention by which a device multiplies a token, over D: of all but the last, and
-        of the last."""
+        """Elements of the matrices of attention by which a device multiplies a token, over D: all matrices but the
+        last one, and the last one."""
         return self._columns([self.attention])
 
     @functools.cached_property
@@ -275,17 +276,17 @@ class LayerSizes:
 
     @functools.cached_property
     def arrays(self) -> Arrays:
-        """Its parameters."""
+        """The parameters of the layer."""
         return self.kind.arrays(self.step.split.width)
 
     @property
     def matrices(self) -> int:
-        """Its matrices but for narrow ones."""
+        """The number of matrices, without narrow ones."""
         return sum(array.role != "other" for array in self.arrays.values())
 
     @functools.cached_property
     def weights(self) -> float:
-        """Bytes of its weights, gathered, in the compute dtype."""
+        """Bytes of the gathered weights in the compute dtype."""
         elements = sum(self.step.split.gathered(one.axes, one.shape) for one in self.arrays.values())
         return elements * self.step.item_bytes
 
@@ -301,17 +302,17 @@ class LayerSizes:
 
     @property
     def norms(self) -> int:
-        """Its norms of the residual stream."""
+        """The number of norms of the residual stream."""
         return sum(len(branch.norms) for branch in self.kind.branches)
 
     @property
     def branches(self) -> int:
-        """Its branches: a sum over tensor-parallel shards in the forward pass for each."""
+        """The number of branches: each needs a sum over tensor-parallel shards in the forward pass."""
         return len(self.kind.branches)
 
     @property
     def readings(self) -> int:
-        """The different inputs of its mechanisms: a sum over shards in the backward pass for each."""
+        """The number of different inputs of mechanisms: each needs a sum over shards in the backward pass."""
         return sum(len(branch.readings) for branch in self.kind.branches)
 
     def needs_output(self, attention: bool) -> bool:
@@ -321,6 +322,7 @@ class LayerSizes:
 
     @property
     def needed(self) -> list[Branch]:
-        """The branches whose outputs the backward pass needs: all but the last one, and one with a norm after it."""
+        """The branches whose outputs the backward pass needs: all but the last, and the last if it has a norm after
+        it."""
         *first, last = self.kind.branches
         return [*first, last] if last.post is not None else first

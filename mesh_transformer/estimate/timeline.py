@@ -23,8 +23,8 @@ Part = Literal["products", "attention", "element-wise", "head", "optimizer", "co
 PARTS: tuple[Part, ...] = get_args(Part)
 """products: matrix products of the layers. attention: products of queries, keys and values, softmax, rotary encoding.
 element-wise: norms, activations, sums, copies. head: final norm, logits and loss, or sampling. optimizer: update and
-accumulation of gradients. collectives: communication beside which nothing runs. waiting: for communication and copies
-that run beside other work."""
+accumulation of gradients. collectives: communication that runs alone. waiting: for communication and copies that run
+beside other work."""
 
 # Instructions that take no time on the device.
 _FREE = {
@@ -167,7 +167,7 @@ class Timeline:
         return received or done.operands[:1]
 
     def _crossing_seconds(self, crossing: Crossing) -> float:
-        """Of a transfer between slices, from its larger end."""
+        """Seconds of a transfer between slices, from its larger end."""
         ends = (one for one in self.module.instructions.values() if one.crossing == crossing)
         nbytes = max(array.nbytes for one in ends for array in one.arrays)
         return slice_seconds(crossing.kind, nbytes, self.slices, self.accelerator)
@@ -197,7 +197,7 @@ class Timeline:
         return _way(collective), collective_seconds(kind, nbytes, group, self.accelerator)
 
     def _seconds(self, one: Instruction) -> float:
-        """Of an instruction beside which nothing runs."""
+        """Seconds of an instruction that runs alone."""
         if one.cycles is not None and self.accelerator.is_tpu:
             return one.cycles / (1e9 * self.accelerator.clock_ghz)
         if one.opcode == "custom-call" and "tpu_custom_call" in one.rest:

@@ -121,7 +121,7 @@ class ModelConfig(HfKeys):
             )
 
     def hf_unused(self, stored: Collection[str]) -> set[str]:
-        """Those of the `stored` names of tensors that are not parameters."""
+        """The `stored` names of tensors that are not parameters."""
         return {name for name in stored if re.fullmatch(self.HF_BUFFERS, name)}
 
     def hf_tensors(self) -> list[Tensor]:
@@ -129,7 +129,7 @@ class ModelConfig(HfKeys):
         raise NotImplementedError
 
     def classic_tensors(self) -> list[Tensor]:
-        """The rows for the classic format, that of the original program.
+        """The rows for the classic format, which the original program wrote.
 
         Raises:
             UserError: the format cannot hold this model.

@@ -13,7 +13,7 @@ from mesh_transformer.fields import Count, Derived, Dims, Positive, Switch, Unit
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, LatentAttention, Norm, Rotary, Router, Tensor
 
 _MSCALES = {"rotary_mscale": "mscale", "rotary_mscale_all_dims": "mscale_all_dim"}
-# theirs, whatever rms_norm_eps is
+# transformers has this number for the norms of latents, whatever rms_norm_eps is
 _LATENT_EPS = 1e-6
 
 
@@ -44,8 +44,8 @@ class DeepSeekLike(SomeDense):
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on the matrices that make the latents, and on the output of the attention"""
     shared_d_ff: Annotated[Dims, Derived("expert_d_ff")] = 0
-    """hidden width of the experts that all tokens go through, together, besides those that the router chooses;
-    divisible by mesh.tp"""
+    """hidden width of the experts that all tokens go through, all together, in addition to the experts that the router
+    chooses; divisible by mesh.tp"""
     router_scale: Annotated[Positive, Hf("routed_scaling_factor")] = 1.0
     """the weights of a token's experts are multiplied by this number"""
     router_groups: Annotated[Count, Unit("groups"), Hf("n_group")] = 1
@@ -54,7 +54,7 @@ class DeepSeekLike(SomeDense):
     """groups with the best scores, from which a token's experts are chosen"""
     rotary_mscale: Positive | None = None
     """yarn: with rotary_mscale_all_dims, sines and cosines are multiplied by (0.1 rotary_mscale ln(rotary_factor) + 1)
-    over the same of rotary_mscale_all_dims; rotary_attention_factor replaces this"""
+    / (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1); rotary_attention_factor replaces this"""
     rotary_mscale_all_dims: Positive | None = None
     """yarn: the products of queries and keys are multiplied by (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1)^2"""
 

@@ -31,7 +31,7 @@ class ExpertCounts(ModelConfig):
 
 
 class WithExperts(ExpertCounts, LlamaLike):
-    """All layers have experts of width d_ff, without shared ones."""
+    """All layers have experts of width d_ff, and no shared experts."""
 
     # training alone uses them
     HF_IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_jitter_noise")
@@ -46,7 +46,7 @@ class WithExperts(ExpertCounts, LlamaLike):
         return Router(chosen=self.experts_per_token, normalize=True)
 
     def experts(self) -> Experts:
-        """The experts of all layers that have them."""
+        """The experts of all layers that have experts."""
         return Experts(
             count=self.n_experts, d_ff=self.d_ff, d_ff_field="d_ff", activation=self.ACTIVATION, router=self.router()
         )

@@ -67,7 +67,12 @@ class Gpt2Like(ModelConfig):
         return super().to_hf()
 
     def rows(self, attention: Iterable[Tensor], view: str | None) -> list[Tensor]:
-        """The rows of `hf_tensors`; those of the attention are given, and `view` is that of the other matrices."""
+        """The rows of `hf_tensors`.
+
+        Args:
+            attention: the rows of the attention.
+            view: the `view` of the other matrices.
+        """
         block, head = "transformer.h.{}.", "lm_head.weight"
         copy = head if self.tied_head else None
         rows = [

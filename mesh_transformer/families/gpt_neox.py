@@ -96,7 +96,7 @@ class GptNeoXConfig(ModelConfig):
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
-        """See `HfKeys`. The keys of rotary encoding are those of transformers 5 or of earlier versions."""
+        """See `HfKeys`. The keys of rotary encoding may be from transformers 5 or from earlier versions."""
         fields = super().fields_from_hf(keys)
         rotary = {
             "partial_rotary_factor": keys.take("rotary_pct", "partial_rotary_factor", default=0.25),
@@ -130,7 +130,7 @@ class GptNeoXConfig(ModelConfig):
                 "rope_theta": self.rotary_base,
                 "partial_rotary_factor": part,
             },
-            # the same, for transformers before 5
+            # transformers before 5 reads these keys
             "rotary_pct": part,
             "rotary_emb_base": self.rotary_base,
         }

@@ -42,7 +42,7 @@ class GptJConfig(ModelConfig):
     # in files before 2023
     HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
     HF_PREFIX: ClassVar = "transformer."
-    # that of GPT-2's tokenizer
+    # the end token of GPT-2's tokenizer
     HF_END_OF_TEXT: ClassVar = 50256
     HF_DEFAULTS: ClassVar = {"n_layer": 28, "n_embd": 4096, "n_head": 16, "vocab_size": 50400, "rotary_dim": 64}
     HF_ROWS: ClassVar = GPT2_ROWS
@@ -126,7 +126,7 @@ class GptJConfig(ModelConfig):
         return {**super().to_hf(), "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff}
 
     def hf_tensors(self) -> list[Tensor]:
-        """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; transformers has no bias on the
+        """See `ModelConfig`. transformers rotates the pairs (0, 1), (2, 3), ... too; it has no bias on the
         embedding."""
         table, block = "transformer.wte.weight", "transformer.h.{}."
         return [

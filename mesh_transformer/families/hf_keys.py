@@ -221,7 +221,7 @@ class HfKeys(Group):
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
-        """The fields that a config.json gives. A family adds those that it computes.
+        """The fields that a config.json gives. A family adds the fields that it computes.
 
         Raises:
             UserError: as in `from_hf`.

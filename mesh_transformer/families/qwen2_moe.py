@@ -66,8 +66,8 @@ class Qwen2MoeConfig(QwenExperts):
     family: Literal["qwen2_moe"] = "qwen2_moe"
     """model family: a file in mesh_transformer/families"""
     shared_d_ff: Annotated[Dims, Derived("d_ff"), Hf("shared_expert_intermediate_size")] = 0
-    """hidden width of the expert that all tokens go through, besides those that the router chooses; divisible by
-    mesh.tp"""
+    """hidden width of the expert that all tokens go through, in addition to the experts that the router chooses;
+    divisible by mesh.tp"""
 
     @classmethod
     def derive(cls, values: JsonObject) -> JsonObject:

@@ -12,10 +12,10 @@ from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
 from mesh_transformer.fields import Derived, Positive, Real, Switch, Tokens
 from mesh_transformer.spec import Rotary, Scaling
 
-# of a frequency in the original context: outside of this range, their logarithm may not be finite
+# turns of a frequency in the original context: outside of this range, their logarithm may not be finite
 Turns = Annotated[Real, Ge(1e-6), Le(1e6)]
 
-# the fields that each kind of scaling needs, then those that it may have
+# the fields that each kind of scaling needs, and the fields that it may have
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "none": ((), ()),
     "linear": (("factor",), ()),

@@ -60,8 +60,8 @@ class Attention(Attends):
 class FromLatents(Attends):
     """Attention to keys and values that are made of one latent of `kv_rank` dims of each position, for all heads.
 
-    A head of q and k has `nope_dims` dims without rotation and then `rotary_dims` rotated dims; all heads of k share the
-    rotated dims. A head of values has `v_dims` dims. The cache holds the latents and the rotated dims of the keys.
+    A head of q and k has `nope_dims` dims without rotation and then `rotary_dims` rotated dims; all heads of k share
+    the rotated dims. A head of values has `v_dims` dims. The cache holds the latents and the rotated dims of the keys.
     """
 
     kv_rank: int

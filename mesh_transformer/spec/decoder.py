@@ -65,7 +65,7 @@ class Decoder:
         return shared_run(self.runs, stages)
 
     def loop_trips(self, stages: int = 1) -> int:
-        """The trips of the loop over the repeats of the shared run, or of a stage's group of them."""
+        """The trips of the loop over the repeats of the shared run; with stages, over the repeats of one group."""
         run = self.shared_run(stages)
         return 0 if run is None else self.runs[run].repeats // stages
 

@@ -240,13 +240,14 @@ class StoredRows(NamedTuple):
 
 
 def find_rows(tensors: Mapping[str, TensorSpec], decoder: Decoder | None) -> dict[str, tuple[StoredRows, TensorSpec]]:
-    """The tensors that a file offers, by name: the stored ones, with each earlier stack cut for the decoder's runs.
+    """The tensors that a file offers, by name: the stored tensors, with each earlier stack cut into the decoder's runs.
 
-    Earlier versions had one stack for each parameter, over all layers that have it: `params/blocks/attention/q/w`. A
-    model with several runs of layers has one for each run: `params/blocks/0/attention/q/w`,
-    `params/blocks/1/attention/q/w`. These are consecutive rows of the earlier stack.
+    In files of earlier versions a parameter has one stack, over all layers that have it: `params/blocks/attention/q/w`.
+    Now a model with several runs of layers has a stack for each run: `params/blocks/0/attention/q/w`,
+    `params/blocks/1/attention/q/w`. The stack of a run is consecutive rows of the earlier stack.
 
-    The spec of a part has the checksum of the whole stack. A stack that does not have the decoder's layers stays whole.
+    The spec of a part has the checksum of the whole stack. A stack whose number of rows does not fit the decoder stays
+    whole.
 
     Args:
         decoder: the model to read; None: all tensors as they are stored.
@@ -257,10 +258,10 @@ def find_rows(tensors: Mapping[str, TensorSpec], decoder: Decoder | None) -> dic
 
 
 def _parts(stored: str, spec: TensorSpec, decoder: Decoder | None) -> list[tuple[str, StoredRows, TensorSpec]]:
-    prefix, found, inside = stored.partition("/blocks/")
+    prefix, blocks, inside = stored.partition("/blocks/")
     whole = [(stored, StoredRows(stored), spec)]
-    # a stack of one run begins with its number
-    if decoder is None or not found or inside.partition("/")[0].isdecimal():
+    # the name of a run's stack begins with the number of the run
+    if decoder is None or not blocks or inside.partition("/")[0].isdecimal():
         return whole
     stacks = decoder.stacks.get(inside, [])
     if spec.shape[:1] != (sum(len(layers) for _, layers in stacks),):

@@ -1,7 +1,7 @@
 """Reads slices of the tensors in a native step folder, which `CheckpointStore` or `write_native` wrote.
 
 The tensors are zarr arrays in an OCDBT key-value store. Their keys are the paths in the saved tree joined by "."
-(`params.blocks.attention/q.w`); the manifest joins the same paths by "/".
+(`params.blocks.attention/q.w`); the manifest joins them by "/".
 """
 
 import contextlib
@@ -68,11 +68,11 @@ class NativeSource:
             UserError: the folder does not exist.
         """
         self.where, self._file = folder, read_manifest(folder)
-        found = find_rows(self._file.tensors, decoder)
-        self.manifest = self._file._replace(tensors={name: spec for name, (_, spec) in found.items()})
+        offered = find_rows(self._file.tensors, decoder)
+        self.manifest = self._file._replace(tensors={name: spec for name, (_, spec) in offered.items()})
         self.extra = self.manifest.extra
         # by the name in `manifest`
-        self._rows = {name: rows for name, (rows, _) in found.items()}
+        self._rows = {name: rows for name, (rows, _) in offered.items()}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
         # the name in the manifest by the name of a `TensorSource`
@@ -116,7 +116,7 @@ class NativeSource:
         return self._read(*self._place(name, index), verify=False)
 
     def checksum(self, name: str, part: np.ndarray, start: Sequence[int]) -> int:
-        """What the part of a tensor that begins at `start` adds to the checksum in `verify`."""
+        """What a part of a tensor, whose first index is `start`, adds to the checksum in `verify`."""
         first = self._rows[self._listed.get(name, name)].first
         return self._file.checksum(part, [start[0] + first, *start[1:]] if first else start)
 
