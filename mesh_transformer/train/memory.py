@@ -30,7 +30,7 @@ def training_parts(program: TrainProgram, accumulation: int, batch: int, peak_by
 
     parameters, moments: the float32 parameters and the optimizer's slots, exact. weights: the parameters in the compute
     dtype. gradients: of a microbatch in the compute dtype, and with several microbatches their float32 sums.
-    logits: a chunk of float32 logits. activations: the rest, most of which are activations and temporary arrays.
+    logits: a chunk of float32 logits. activations: the rest, mostly activations and temporary arrays.
     """
     state, config = program.abstract_state, program.config
     parameters = bytes_per_device(state.params)

@@ -22,7 +22,7 @@ Metrics = dict[str, Any]
 
 
 def side_by_side(trained: Params, frozen: Params) -> Params:
-    """The parameters from two parts, each of which has whole stages (embed, blocks, head)."""
+    """The parameters from two parts. Each part has whole stages (embed, blocks, head)."""
     return {**trained, **frozen}
 
 
