@@ -325,7 +325,7 @@ def _visit(
     sent: list[_Sent],
     gradients: list[_Gradient],
 ) -> tuple[list[_State], list[_Gradient]]:
-    """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
+    """Fold the keys of `device` (None: this device) into the softmax of the queries and the gradients of these keys.
 
     With zigzag, the late queries see all early keys of any device. The early queries see the early keys of an earlier
     device, and the late queries see the late keys of a later device. Both cases are one block, whose inputs are
