@@ -188,7 +188,7 @@ def period_logits(params: Any, tokens: jax.Array) -> jax.Array:
 
         y = rms(x, row("norm", "scale"))
         if gated:
-            z = rms(x, row("wide_norm", "scale"))
+            z = rms(x - x.mean(-1, keepdims=True), row("wide_norm", "scale"))
             hidden = jax.nn.relu(z @ row("wide/in") + row("wide/in", "b")[None, None])
             mixed = attention(row, y) * jax.nn.sigmoid(y @ row("attention/gate"))
             wide = hidden @ row("wide/out") + row("wide_out", "b")[None, None]

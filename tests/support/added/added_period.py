@@ -1,7 +1,7 @@
 """A model of unlike layers: two times (plain, gated), then a plain layer.
 
-A plain layer is Llama's. A gated layer is one branch of three parts, one of which has its own norm. The first plain
-layer has no rotation, and the last has a window. transformers does not have this family.
+A plain layer is Llama's. A gated layer is one branch of three parts, one of which has its own norm of another kind. The
+first plain layer has no rotation, and the last has a window. transformers does not have this family.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ class PeriodConfig(LlamaLike):
         assert attention.rotary is not None
         unrotated = replace(attention, rotary=replace(attention.rotary, base=None))
         gate, wide = GatedAttention(**vars(attention)), Dense(name="wide", d_ff=self.d_ff, activation="relu")
-        parts = Part(mechanism=gate), Part(mechanism=ff), Part(mechanism=wide, norm=norm)
+        parts = Part(mechanism=gate), Part(mechanism=ff), Part(mechanism=wide, norm=replace(norm, kind="layer"))
         gated, plain = Layer(branches=(Branch(pre=norm, parts=parts),)), self.layer(attention, ff)
         first, last = self.layer(unrotated, ff), self.layer(replace(attention, window=3), ff)
         return replace(super().decoder(), layers=(first, gated, plain, gated, last))
