@@ -23,6 +23,7 @@ INTENDED = {
     "tiny_shakespeare.json": (1, 16),
     "moe_1B_A300M.json": (32, 256),
     "moe_tiny_shakespeare.json": (8, 32),
+    "jaxformer_949M.json": (32, 256),
 }
 # GPT-3's table 2.1: layers, width, heads, learning rate
 GPT3 = {
@@ -54,6 +55,15 @@ def test_gpt3_sizes(repo: Path, name: str) -> None:
     model = config.model
     assert (model.layers, model.d_model, model.n_heads, config.optimizer.lr) == GPT3[name]
     assert (model.n_vocab, model.seq, model.pe) == (50400, 2048, "rotary")
+
+
+def test_jaxformer_has_its_own_count_but_for_the_shared_expert(repo: Path) -> None:
+    """The sizes that its authors give with the run, and the parameters. Its code has a linear map of the width to
+    twice the width beside the experts, and drops the output."""
+    decoder = load_config(str(repo / "configs" / "jaxformer_949M.json")).model.decoder()
+    padding = (decoder.padded_vocab - decoder.n_vocab) * 768
+    parameters = sum(array.size for array in decoder.arrays().values()) - padding
+    assert parameters + 8 * (768 * 1536 + 1536) == 949_248_384
 
 
 def test_the_quickstart_needs_nothing_that_is_not_shipped(repo: Path) -> None:

@@ -20,11 +20,12 @@ MESHES = {
     "dp2_ep2_zero1": ["mesh.dp=2", "mesh.ep=2", "mesh.zero1=true"],
     "interleaved_pp2_ep2": ["mesh.pp=2", "mesh.ep=2", "mesh.schedule=interleaved"],
 }
-FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "jaxformer"]
 CHANGES: dict[str, dict[str, Any]] = {
     # the gradient of a clipped value jumps where clipping begins, so that a rounding error is visible
     "olmoe": {"clip_qkv": None},
     "deepseek_v3": {"router_groups": 4},
+    "jaxformer": {"block_layers": 2},
 }
 # the stages of a pipeline share out the four layers after the dense ones
 IN_STAGES: dict[str, dict[str, Any]] = {
@@ -32,6 +33,8 @@ IN_STAGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"dense_layers": [0], "layers": 5},
     "deepseek_v2": {"dense_layers": [0], "layers": 5},
     "deepseek_v3": {"dense_layers": [0, 1], "layers": 6},
+    # they share out blocks
+    "jaxformer": {"layers": 8},
 }
 
 
