@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from golden.jaxformer import BLOCKS, MODEL, numbers, parameters
 from support.builders import float32_model, program
 
+from mesh_transformer.checkpoint.hf.source import parse_model
 from mesh_transformer.config import parse_config
+from mesh_transformer.errors import UserError
 from mesh_transformer.models.model import Model
 
 # of float32 sums in another order
@@ -45,6 +48,27 @@ def tokens_and_targets(x: np.ndarray) -> np.ndarray:
 
 def assert_logits_equal(found: jax.Array, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(found)[..., : expected.shape[-1]], expected, rtol=0, atol=LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": 7}, "model.layers 7 is not divisible by model.block_layers 3"),
+        ({"rotary_dims": 5}, "model.rotary_dims 5 must be even"),
+        ({"rotary_dims": 1 << 15}, "model.n_heads 4 x model.rotary_dims 32768 is too large"),
+        ({"experts_per_token": 5}, "model.experts_per_token 5 exceeds model.n_experts 4"),
+    ],
+)
+def test_wrong_sizes_are_refused(changes: dict[str, int], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        parse_config({"model": {**MODEL, **changes}})
+
+
+def test_it_has_no_hugging_face_form() -> None:
+    with pytest.raises(UserError, match="transformers has no model of model.family jaxformer. Use the native format"):
+        parse_config({"model": MODEL}).model.to_hf()
+    with pytest.raises(UserError, match="model_type is 'jaxformer': only gptj,"):
+        parse_model({"model_type": "jaxformer"}, "config.json")
 
 
 def test_logits() -> None:
