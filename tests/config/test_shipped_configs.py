@@ -24,6 +24,7 @@ INTENDED = {
     "moe_1B_A300M.json": (32, 256),
     "moe_tiny_shakespeare.json": (8, 32),
     "jaxformer_949M.json": (32, 256),
+    "jaxformer_mla_967M.json": (32, 256),
 }
 # GPT-3's table 2.1: layers, width, heads, learning rate
 GPT3 = {
