@@ -3,23 +3,63 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.errors import UserError
 from mesh_transformer.families.gemma import GemmaLike
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
-from mesh_transformer.fields import Derived, Dims, Positive, Tokens, size
+from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.layer_types import WithLayerTypes
+from mesh_transformer.fields import Count, Derived, Dims, Positive, Unit, size
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
 
 
-class Gemma2Config(GemmaLike):
-    """Gemma 2: Gemma with a second norm for each sublayer, capped logits, and a window in every other layer."""
+class Gemma2Like(GemmaLike, WithLayerTypes):
+    """Gemma with a second norm for each sublayer, capped logits, and windows in some layers."""
 
-    HF_MODEL_TYPE: ClassVar = "gemma2"
-    HF_ARCHITECTURE: ClassVar = "Gemma2ForCausalLM"
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_FIXED: ClassVar = {"hidden_activation": Only("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
     # transformers ignores it
     HF_IGNORED: ClassVar = (*GemmaLike.HF_IGNORED, "hidden_act")
     HF_WRITTEN: ClassVar = {**GemmaLike.HF_WRITTEN, "hidden_act": "gelu_pytorch_tanh"}
+
+    query_scale_dims: Annotated[Dims, Derived("d_head"), Hf("query_pre_attn_scalar")] = 0
+    """the products of queries and keys are divided by the square root of this number (their query_pre_attn_scalar)"""
+    softcap: Annotated[Positive | None, Hf("final_logit_softcapping")] = None
+    """cap of the logits; absent: none"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive query_scale_dims too."""
+        values = super().derive(values)
+        if d_head := size(values.get("d_head")):
+            values.setdefault("query_scale_dims", d_head)
+        return values
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        return replace(super().attention(), scale=self.query_scale_dims**-0.5)
+
+    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+        """See `LlamaLike`."""
+        return sandwich(self.norm(), attention, ff)
+
+    def decoder(self) -> Decoder:
+        """See `ModelConfig`."""
+        return replace(super().decoder(), softcap=self.softcap)
+
+    def norms_to_hf(self) -> dict[str, str]:
+        """See `LlamaLike`."""
+        return {
+            "norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "ff_norm": "pre_feedforward_layernorm",
+            "ff_post_norm": "post_feedforward_layernorm",
+        }
+
+
+class Gemma2Config(Gemma2Like):
+    """Gemma 2: Gemma with a second norm for each sublayer, capped logits, and a window in every other layer."""
+
+    HF_MODEL_TYPE: ClassVar = "gemma2"
+    HF_ARCHITECTURE: ClassVar = "Gemma2ForCausalLM"
+    FULL_EVERY: ClassVar = 2
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 26,
         "hidden_size": 2304,
@@ -37,56 +77,11 @@ class Gemma2Config(GemmaLike):
 
     family: Literal["gemma2"] = "gemma2"
     """model family: a file in mesh_transformer/families"""
-    window: Annotated[Tokens | None, Hf("sliding_window")] = None
-    """number of tokens that a query sees in the first, third ... layer, the last of them its own; absent: all"""
-    query_scale_dims: Annotated[Dims, Derived("d_head"), Hf("query_pre_attn_scalar")] = 0
-    """the products of queries and keys are divided by the square root of this number (their query_pre_attn_scalar)"""
+    full_every: Annotated[Count | None, Unit("layers"), Derived("2, without layer_types")] = None
+    """the last of each full_every layers has no window, and the others have one"""
     attention_softcap: Annotated[Positive | None, Hf("attn_logit_softcapping")] = None
     """cap of the scaled products of queries and keys; absent: none"""
-    softcap: Annotated[Positive | None, Hf("final_logit_softcapping")] = None
-    """cap of the logits; absent: none"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive query_scale_dims too."""
-        values = super().derive(values)
-        if d_head := size(values.get("d_head")):
-            values.setdefault("query_scale_dims", d_head)
-        return values
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""
-        return replace(super().attention(), scale=self.query_scale_dims**-0.5, softcap=self.attention_softcap)
-
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
-        """See `LlamaLike`."""
-        return sandwich(self.norm(), attention, ff)
-
-    def windows(self) -> list[int | None]:
-        """See `LlamaLike`."""
-        return [self.window if i % 2 == 0 else None for i in range(self.layers)]
-
-    def decoder(self) -> Decoder:
-        """See `ModelConfig`."""
-        return replace(super().decoder(), softcap=self.softcap)
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
-        """See `HfKeys`."""
-        fields = super().fields_from_hf(keys)
-        types = keys.take("layer_types", default=None)
-        if types is not None and types != [_TYPES[i % 2] for i in range(fields["layers"])]:
-            raise UserError(f"layer_types is {types!r:.100}: only {' and '.join(_TYPES)} in turn are supported")
-        return fields
-
-    def norms_to_hf(self) -> dict[str, str]:
-        """See `LlamaLike`."""
-        return {
-            "norm": "input_layernorm",
-            "attention_post_norm": "post_attention_layernorm",
-            "ff_norm": "pre_feedforward_layernorm",
-            "ff_post_norm": "post_feedforward_layernorm",
-        }
-
-
-_TYPES = ("sliding_attention", "full_attention")
+        return replace(super().attention(), softcap=self.attention_softcap)

@@ -1,13 +1,13 @@
 """GPT-NeoX (Black et al. 2022), Pythia, and models such as rinna's with a sequential residual."""
 
-import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
+from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.rotary import part_of_head
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 from mesh_transformer.spec import (
     TRANSPOSED,
@@ -119,10 +119,7 @@ class GptNeoXConfig(ModelConfig):
     def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         self.refuse_hf([], instead="native")
-        part = self.rotary_dims / self.d_head
-        # transformers rounds down: a rounding error would cost one dim
-        if int(self.d_head * part) < self.rotary_dims:
-            part = math.nextafter(part, 1)
+        part = part_of_head(self.rotary_dims, self.d_head)
         return {
             **super().to_hf(),
             "rope_parameters": {

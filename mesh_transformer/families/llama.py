@@ -21,6 +21,7 @@ from mesh_transformer.spec import (
     Layer,
     Mechanism,
     Norm,
+    Rotary,
     Tensor,
     sequential,
 )
@@ -89,21 +90,28 @@ class LlamaLike(RotaryConfig):
         """The window of each layer."""
         return [None] * self.layers
 
+    def rotaries(self) -> list[Rotary]:
+        """The rotary encoding of each layer."""
+        return [self.rotary()] * self.layers
+
     def ffs(self) -> list[Dense | Experts]:
         """The feed-forward of each layer."""
         return [self.ff()] * self.layers
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        attention, of_layers = self.attention(), zip(self.windows(), self.ffs(), strict=True)
+        attention = self.attention()
+        of_layers = zip(self.windows(), self.rotaries(), self.ffs(), strict=True)
         # equal layers are one object
-        layer = functools.cache(lambda window, ff: self.layer(replace(attention, window=window), ff))
+        layer = functools.cache(
+            lambda window, rotary, ff: self.layer(replace(attention, window=window, rotary=rotary), ff)
+        )
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,
             vocab_multiple=self.vocab_multiple,
             seq=self.seq,
-            layers=tuple(layer(window, ff) for window, ff in of_layers),
+            layers=tuple(layer(*numbers_and_ff) for numbers_and_ff in of_layers),
             final_norm=self.norm(),
             tied=self.tied_head,
         )

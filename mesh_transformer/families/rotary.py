@@ -8,8 +8,8 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
-from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
-from mesh_transformer.fields import Derived, Positive, Real, Switch, Tokens
+from mesh_transformer.families.hf_keys import ConfigJson
+from mesh_transformer.fields import Derived, Dims, Positive, Real, Switch, Tokens, size
 from mesh_transformer.spec import Rotary, Scaling
 
 # turns of a frequency in the original context: outside of this range, their logarithm may not be finite
@@ -116,33 +116,37 @@ class RotaryConfig(ModelConfig):
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
-        return {**super().fields_from_hf(keys), **cls.rotary_from_hf(keys)}
+        fields = super().fields_from_hf(keys)
+        return {**fields, **cls.rotary_from_hf(keys, fields)}
 
     def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         return {**super().to_hf(), **self.rotary_to_hf()}
 
     @classmethod
-    def rotary_from_hf(cls, keys: ConfigJson) -> JsonObject:
+    def rotary_from_hf(cls, keys: ConfigJson, others: dict[str, Any]) -> dict[str, Any]:
         """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
+
+        Args:
+            others: the other fields.
 
         Raises:
             UserError: the kind of scaling is not supported.
         """
-        base = keys.take("rope_theta", default=None)
+        given = {name: keys.take(name, default=None) for name in ("rope_theta", "partial_rotary_factor")}
         # transformers reads rope_scaling first
         older, newer = keys.take("rope_scaling", default=None), keys.take("rope_parameters", default=None)
         values = older or newer or {}
         if not isinstance(values, dict):
             raise UserError(f"rope_parameters is {values!r:.60}: expected an object")
-        rope = ConfigJson({**({} if base is None else {"rope_theta": base}), **values})
+        rope = ConfigJson({**{name: value for name, value in given.items() if value is not None}, **values})
         kind = rope.take("rope_type", "type", default="default")
         scaling = "none" if kind == "default" else kind
         if not isinstance(scaling, str) or scaling not in _FIELDS:
             raise UserError(f"rope_type is {kind!r:.60}: only default, linear, llama3 and yarn are supported")
-        if rope.take("partial_rotary_factor", default=1.0) != 1:
-            raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
-        fields: JsonObject = {
+        part = rope.number("partial_rotary_factor", default=cls.HF_DEFAULTS.get("partial_rotary_factor", 1.0), most=1)
+        fields: dict[str, Any] = {
+            **cls.part_from_hf(part, others),
             "rotary_base": rope.number("rope_theta", default=cls.HF_DEFAULTS.get("rope_theta", 10000.0)),
             "rotary_scaling": scaling,
         }
@@ -157,7 +161,18 @@ class RotaryConfig(ModelConfig):
             raise UserError(f"rope_parameters: {error}") from error
         return fields
 
-    def rotary_to_hf(self) -> JsonObject:
+    @classmethod
+    def part_from_hf(cls, part: float, others: dict[str, Any]) -> dict[str, Any]:
+        """The fields for the part of a head that is rotated; `others` are the fields that are not rotary.
+
+        Raises:
+            UserError: the family rotates whole heads, and it is not 1.
+        """
+        if part != 1:
+            raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
+        return {}
+
+    def rotary_to_hf(self) -> dict[str, Any]:
         """The keys of config.json for the rotary fields, for transformers 5 and for earlier versions."""
         kind = "default" if self.rotary_scaling == "none" else self.rotary_scaling
         values: JsonObject = {"rope_type": kind}
@@ -169,6 +184,43 @@ class RotaryConfig(ModelConfig):
             "rope_theta": self.rotary_base,
             "rope_scaling": None if kind == "default" else {**values, "rope_theta": self.rotary_base},
         }
+
+
+class PartlyRotary(RotaryConfig):
+    """A family that may rotate a part of each head."""
+
+    ROTARY_FIELD: ClassVar = "rotary_dims"
+
+    rotary_dims: Annotated[Dims, Derived("d_head")] = 0
+    """number of leading dims of each head that rotary encoding rotates: an even number, at most d_head"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive rotary_dims too."""
+        values = super().derive(values)
+        if d_head := size(values.get("d_head")):
+            values.setdefault("rotary_dims", d_head)
+        return values
+
+    @classmethod
+    def part_from_hf(cls, part: float, others: dict[str, Any]) -> dict[str, Any]:
+        """See `RotaryConfig`."""
+        d_head = others.get("d_head") or others["d_model"] // others["n_heads"]
+        return {"rotary_dims": int(d_head * part)}
+
+    def rotary_to_hf(self) -> dict[str, Any]:
+        """See `RotaryConfig`."""
+        part, keys = part_of_head(self.rotary_dims, self.d_head), super().rotary_to_hf()
+        for name in ("rope_parameters", "rope_scaling"):
+            keys[name] = keys[name] and {**keys[name], "partial_rotary_factor": part}
+        return {**keys, "partial_rotary_factor": part}
+
+
+def part_of_head(dims: int, d_head: int) -> float:
+    """The part of a head of which transformers rotates `dims` dims. It rounds down: a rounding error would cost one
+    dim."""
+    part = dims / d_head
+    return math.nextafter(part, 1) if int(d_head * part) < dims else part
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:

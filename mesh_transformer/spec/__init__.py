@@ -11,6 +11,7 @@ from mesh_transformer.spec.layer import (
     Reading,
     parallel,
     parallel_norms,
+    post,
     sandwich,
     sequential,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "neighbours",
     "parallel",
     "parallel_norms",
+    "post",
     "runs_of",
     "sandwich",
     "sequential",

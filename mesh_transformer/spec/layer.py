@@ -130,6 +130,11 @@ def sandwich(norm: Norm, *mechanisms: Mechanism) -> Layer:
     return Layer(branches=tuple(replace(branch, post=norm) for branch in sequential(norm, *mechanisms).branches))
 
 
+def post(norm: Norm, *mechanisms: Mechanism) -> Layer:
+    """x += norm(mechanism(x)), for each mechanism in turn."""
+    return Layer(branches=tuple(Branch(post=norm, parts=(Part(mechanism=one),)) for one in mechanisms))
+
+
 def parallel(norm: Norm, *mechanisms: Mechanism) -> Layer:
     """x += the sum of mechanism(norm(x)), with one norm for all mechanisms."""
     return Layer(branches=(Branch(pre=norm, parts=tuple(Part(mechanism=one) for one in mechanisms)),))

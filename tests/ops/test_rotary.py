@@ -81,7 +81,7 @@ def test_frequencies_are_those_of_transformers(published, dims) -> None:
     """At most one ulp, in few pairs."""
     keys = ConfigJson({"rope_theta": published.base, "rope_scaling": published.scaling or None})
     model = llama.LlamaConfig(
-        **llama.LlamaConfig.rotary_from_hf(keys),
+        **llama.LlamaConfig.rotary_from_hf(keys, {}),
         family="llama",
         layers=1,
         d_model=dims,
