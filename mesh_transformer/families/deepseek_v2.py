@@ -6,26 +6,24 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.experts import SomeDense
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
+from mesh_transformer.families.experts import GroupedExperts
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.rotary import yarn_factor
-from mesh_transformer.fields import Count, Derived, Dims, Positive, Switch, Unit, size
-from mesh_transformer.spec import TRANSPOSED, Dense, Experts, LatentAttention, Norm, Rotary, Router, Tensor
+from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
+from mesh_transformer.spec import TRANSPOSED, LatentAttention, Norm, Rotary, Tensor
 
 _MSCALES = {"rotary_mscale": "mscale", "rotary_mscale_all_dims": "mscale_all_dim"}
 # transformers has this number for the norms of latents, whatever rms_norm_eps is
 _LATENT_EPS = 1e-6
 
 
-class DeepSeekLike(SomeDense):
+class DeepSeekLike(GroupedExperts):
     """Latent attention, dense first layers, and experts with some that all tokens share."""
 
     ROTARY_FIELD: ClassVar = "rotary_dims"
-    HF_SHARED: ClassVar = "shared_experts"
-    HF_ROWS: ClassVar = {**SomeDense.HF_ROWS, "n_experts": Hf("n_routed_experts", "num_local_experts")}
-    HF_FIXED: ClassVar = {**SomeDense.HF_FIXED, "moe_layer_freq": Only(1, written=False)}
+    HF_FIXED: ClassVar = {**GroupedExperts.HF_FIXED, "moe_layer_freq": Only(1, written=False)}
     HF_IGNORED: ClassVar[tuple[str, ...]] = (
-        *SomeDense.HF_IGNORED,
+        *GroupedExperts.HF_IGNORED,
         *("qk_head_dim", "auto_map", "ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux"),
     )
 
@@ -43,15 +41,6 @@ class DeepSeekLike(SomeDense):
     """width of a head of values"""
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on the matrices that make the latents, and on the output of the attention"""
-    shared_d_ff: Annotated[Dims, Derived("expert_d_ff")] = 0
-    """hidden width of the experts that all tokens go through, all together, in addition to the experts that the router
-    chooses; divisible by mesh.tp"""
-    router_scale: Annotated[Positive, Hf("routed_scaling_factor")] = 1.0
-    """the weights of a token's experts are multiplied by this number"""
-    router_groups: Annotated[Count, Unit("groups"), Hf("n_group")] = 1
-    """groups of experts; divides n_experts"""
-    router_top_groups: Annotated[Count, Unit("groups"), Hf("topk_group")] = 1
-    """groups with the best scores, from which a token's experts are chosen"""
     rotary_mscale: Positive | None = None
     """yarn: with rotary_mscale_all_dims, sines and cosines are multiplied by (0.1 rotary_mscale ln(rotary_factor) + 1)
     / (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1); rotary_attention_factor replaces this"""
@@ -59,15 +48,12 @@ class DeepSeekLike(SomeDense):
     """yarn: the products of queries and keys are multiplied by (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1)^2"""
 
     @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive d_head and shared_d_ff too."""
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive d_head too."""
         dims = [size(values.get(name)) for name in ("nope_dims", "rotary_dims")]
         if "d_head" not in values and dims[0] and dims[1]:
             values = {**values, "d_head": dims[0] + dims[1]}
-        values = super().derive(values)
-        if d_ff := size(values.get("expert_d_ff")):
-            values.setdefault("shared_d_ff", d_ff)
-        return values
+        return super().derive(values)
 
     @model_validator(mode="after")
     def _check_latent_attention(self) -> Self:
@@ -84,27 +70,6 @@ class DeepSeekLike(SomeDense):
         for name in _MSCALES:
             if getattr(self, name) is not None and self.rotary_scaling != "yarn":
                 raise UserError(f"model.{name} has no effect without model.rotary_scaling yarn: remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_groups(self) -> Self:
-        groups, top = self.router_groups, self.router_top_groups
-        of_group, chosen = self.n_experts // groups, self.experts_per_token
-        if self.n_experts % groups or top > groups:
-            raise UserError(
-                f"model.router_groups {groups} must divide model.n_experts {self.n_experts}, and "
-                f"model.router_top_groups {top} must not exceed it"
-            )
-        if chosen > top * of_group:
-            raise UserError(
-                f"model.experts_per_token {chosen} exceeds the {top * of_group} experts of model.router_top_groups "
-                f"{top} groups: lower it to {top * of_group} or less, or raise model.router_top_groups"
-            )
-        if self.router().group_score == "two_best" and groups > 1 and of_group < 2:
-            raise UserError(
-                f"model.router_groups {groups} must be at most {self.n_experts // 2}: the score of a group is the sum "
-                "of its two best"
-            )
         return self
 
     def rotary(self) -> Rotary:
@@ -135,19 +100,6 @@ class DeepSeekLike(SomeDense):
             return super().attention_factor(factor)
         return yarn_factor(factor, self.rotary_mscale) / yarn_factor(factor, self.rotary_mscale_all_dims)
 
-    def router(self) -> Router:
-        """See `WithExperts`."""
-        return replace(
-            super().router(), scale=self.router_scale, groups=self.router_groups, top_groups=self.router_top_groups
-        )
-
-    def experts(self) -> Experts:
-        """See `WithExperts`."""
-        shared = Dense(
-            d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
-        )
-        return replace(super().experts(), shared=shared)
-
     @classmethod
     def mscales_from_hf(cls, fields: JsonObject, mscale: float | None, all_dims: float | None) -> JsonObject:
         """See `RotaryConfig`."""
@@ -161,36 +113,18 @@ class DeepSeekLike(SomeDense):
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
-        fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
-        dense = keys.size(
-            "first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0, most=fields["layers"]
-        )
+        fields = super().fields_from_hf(keys)
         if (value := keys.take("rope_interleave", default=True)) not in (True,):
             raise UserError(f"rope_interleave is {value!r:.60}: only True is supported")
         return {
             **fields,
             # their head_dim is the rotary dims
             "d_head": fields["nope_dims"] + fields["rotary_dims"],
-            "dense_layers": tuple(range(dense)),
-            "shared_d_ff": fields["expert_d_ff"] * keys.size("n_shared_experts", default=defaults["n_shared_experts"]),
         }
 
     def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
-        reasons = []
-        if self.dense_layers != tuple(range(len(self.dense_layers))):
-            reasons.append(f"model.dense_layers {list(self.dense_layers)} are not the first layers")
-        if self.shared_d_ff % self.expert_d_ff:
-            reasons.append(
-                f"model.shared_d_ff {self.shared_d_ff} is not a multiple of model.expert_d_ff {self.expert_d_ff}"
-            )
-        self.refuse_hf(reasons, "native", any_d_head=True)
-        return {
-            **super().to_hf(),
-            "head_dim": self.rotary_dims,
-            "first_k_dense_replace": len(self.dense_layers),
-            "n_shared_experts": self.shared_d_ff // self.expert_d_ff,
-        }
+        return {**super().to_hf(), "head_dim": self.rotary_dims}
 
     def rotary_to_hf(self) -> JsonObject:
         """See `RotaryConfig`."""

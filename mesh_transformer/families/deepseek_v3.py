@@ -1,16 +1,14 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437): DeepSeek-V2 with other routers."""
 
-from collections.abc import Collection
-from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.deepseek_v2 import DeepSeekLike
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
+from mesh_transformer.families.experts import SigmoidExperts
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.fields import Switch
-from mesh_transformer.spec import Router
 
 
-class DeepSeekV3Config(DeepSeekLike):
+class DeepSeekV3Config(DeepSeekLike, SigmoidExperts):
     """DeepSeek-V3: latent attention, and experts that are chosen by sigmoid and bias, after some dense layers."""
 
     HF_MODEL_TYPE: ClassVar = "deepseek_v3"
@@ -22,7 +20,7 @@ class DeepSeekV3Config(DeepSeekLike):
         "scoring_func": Only("sigmoid"),
         "topk_method": Only("noaux_tc"),
     }
-    HF_WRITTEN: ClassVar = {**DeepSeekLike.HF_WRITTEN, "rope_interleave": True, "num_nextn_predict_layers": 0}
+    HF_WRITTEN: ClassVar = {**SigmoidExperts.HF_WRITTEN, "rope_interleave": True}
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 61,
         "hidden_size": 7168,
@@ -50,20 +48,3 @@ class DeepSeekV3Config(DeepSeekLike):
     """model family: a file in mesh_transformer/families"""
     router_normalize: Annotated[Switch, Hf("norm_topk_prob")] = True
     """the weights of a token's experts are divided by their sum"""
-
-    def router(self) -> Router:
-        """See `WithExperts`."""
-        return replace(super().router(), scores="sigmoid", bias=True, group_score="two_best", eps=1e-20)
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
-        """See `HfKeys`."""
-        # the layers that predict later tokens are not read
-        keys.take("num_nextn_predict_layers", "num_mtp_layers", default=None)
-        return super().fields_from_hf(keys)
-
-    def hf_unused(self, stored: Collection[str]) -> set[str]:
-        """See `ModelConfig`. The layer after the last predicts a later token."""
-        later = f"model.layers.{self.layers}."
-        is_later = f"{later}eh_proj.weight" in stored
-        return super().hf_unused(stored) | {name for name in stored if is_later and name.startswith(later)}

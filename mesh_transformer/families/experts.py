@@ -1,14 +1,15 @@
 """Routed experts in place of the feed-forward layer; most families with them are like Llama in the rest."""
 
-from typing import Annotated, ClassVar, Self
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ModelConfig
-from mesh_transformer.families.hf_keys import Hf, JsonObject
+from mesh_transformer.families.hf_keys import ConfigJson, Hf
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
-from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Switch, Unit, size
+from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 
 
@@ -117,3 +118,111 @@ class SomeDense(WithExperts):
         """See `LlamaLike`."""
         dense, of_both = set(self.dense_layers), (self.experts(), self.ff())
         return [of_both[layer in dense] for layer in range(self.layers)]
+
+
+class GroupedExperts(SomeDense):
+    """Dense first layers. A token chooses its experts from the best groups, and all tokens share further experts."""
+
+    HF_SHARED: ClassVar = "shared_experts"
+    HF_ROWS: ClassVar = {**SomeDense.HF_ROWS, "n_experts": Hf("n_routed_experts", "num_local_experts")}
+
+    shared_d_ff: Annotated[Dims, Derived("expert_d_ff")] = 0
+    """hidden width of the experts that all tokens go through, together, besides those that the router chooses;
+    divisible by mesh.tp"""
+    router_scale: Annotated[Positive, Hf("routed_scaling_factor")] = 1.0
+    """the weights of a token's experts are multiplied by this number"""
+    router_groups: Annotated[Count, Unit("groups"), Hf("n_group")] = 1
+    """groups of experts; divides n_experts"""
+    router_top_groups: Annotated[Count, Unit("groups"), Hf("topk_group")] = 1
+    """groups with the best scores, from which a token's experts are chosen"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive shared_d_ff too."""
+        values = super().derive(values)
+        if d_ff := size(values.get("expert_d_ff")):
+            values.setdefault("shared_d_ff", d_ff)
+        return values
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        groups, top = self.router_groups, self.router_top_groups
+        of_group, chosen = self.n_experts // groups, self.experts_per_token
+        if self.n_experts % groups or top > groups:
+            raise UserError(
+                f"model.router_groups {groups} must divide model.n_experts {self.n_experts}, and "
+                f"model.router_top_groups {top} must not exceed it"
+            )
+        if chosen > top * of_group:
+            raise UserError(
+                f"model.experts_per_token {chosen} exceeds the {top * of_group} experts of model.router_top_groups "
+                f"{top} groups: lower it to {top * of_group} or less, or raise model.router_top_groups"
+            )
+        if self.router().group_score == "two_best" and groups > 1 and of_group < 2:
+            raise UserError(
+                f"model.router_groups {groups} must be at most {self.n_experts // 2}: the score of a group is the sum "
+                "of its two best"
+            )
+        return self
+
+    def router(self) -> Router:
+        """See `WithExperts`."""
+        return replace(
+            super().router(), scale=self.router_scale, groups=self.router_groups, top_groups=self.router_top_groups
+        )
+
+    def experts(self) -> Experts:
+        """See `WithExperts`."""
+        shared = Dense(
+            d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
+        )
+        return replace(super().experts(), shared=shared)
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `HfKeys`."""
+        fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
+        dense = keys.size(
+            "first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0, most=fields["layers"]
+        )
+        shared = keys.size("n_shared_experts", default=defaults["n_shared_experts"])
+        return {**fields, "dense_layers": tuple(range(dense)), "shared_d_ff": fields["expert_d_ff"] * shared}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        reasons = []
+        if self.dense_layers != tuple(range(len(self.dense_layers))):
+            reasons.append(f"model.dense_layers {list(self.dense_layers)} are not the first layers")
+        if self.shared_d_ff % self.expert_d_ff:
+            reasons.append(
+                f"model.shared_d_ff {self.shared_d_ff} is not a multiple of model.expert_d_ff {self.expert_d_ff}"
+            )
+        self.refuse_hf(reasons, "native", any_d_head=True)
+        return {
+            **super().to_hf(),
+            "first_k_dense_replace": len(self.dense_layers),
+            "n_shared_experts": self.shared_d_ff // self.expert_d_ff,
+        }
+
+
+class SigmoidExperts(GroupedExperts):
+    """The choice is by sigmoid and bias, as in DeepSeek-V3."""
+
+    HF_WRITTEN: ClassVar = {**GroupedExperts.HF_WRITTEN, "num_nextn_predict_layers": 0}
+
+    def router(self) -> Router:
+        """See `WithExperts`."""
+        return replace(super().router(), scores="sigmoid", bias=True, group_score="two_best", eps=1e-20)
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `HfKeys`."""
+        # the layers that predict later tokens are not read
+        keys.take("num_nextn_predict_layers", "num_mtp_layers", default=None)
+        return super().fields_from_hf(keys)
+
+    def hf_unused(self, stored: Collection[str]) -> set[str]:
+        """See `ModelConfig`. The layer after the last predicts a later token."""
+        later = f"model.layers.{self.layers}."
+        is_later = f"{later}eh_proj.weight" in stored
+        return super().hf_unused(stored) | {name for name in stored if is_later and name.startswith(later)}

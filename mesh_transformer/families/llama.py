@@ -1,6 +1,8 @@
 """Llama 1 to 3 (Touvron et al. 2023, Grattafiori et al. 2024), and what its descendants share with it."""
 
 import functools
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -44,6 +46,8 @@ class LlamaLike(RotaryConfig):
     HF_FIXED: ClassVar = {"hidden_act": Only("silu", "swish")}
     HF_WRITTEN: ClassVar = {"attention_dropout": 0.0}
     ACTIVATION: ClassVar[Activation] = "silu"
+    # one matrix holds those of gate and in
+    HF_FUSED_GATE: ClassVar = False
 
     n_kv_heads: Annotated[Heads, Derived("n_heads"), Hf("num_key_value_heads", null=True)] = 0
     """heads of keys and values, each shared by n_heads / n_kv_heads query heads; mesh.tp splits them if it divides
@@ -134,15 +138,19 @@ class LlamaLike(RotaryConfig):
             "embed/tokens/w", "model.embed_tokens.weight", vocab_axis=0, copy=head if self.tied_head else None
         )
         rows = [embed]
-        rows += [
-            Tensor(f"blocks/{ours}/scale", f"{block}{theirs}.weight") for ours, theirs in self.norms_to_hf().items()
-        ]
+        for ours, theirs in self.norms_to_hf().items():
+            rows += self.norm_rows(f"blocks/{ours}", f"{block}{theirs}")
         rows += self.attention_tensors(block)
         rows += self.ff_tensors(block)
-        rows.append(Tensor("head/norm/scale", "model.norm.weight"))
+        rows += self.norm_rows("head/norm", "model.norm")
         if not self.tied_head:
             rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
         return rows
+
+    def norm_rows(self, ours: str, theirs: str) -> list[Tensor]:
+        """The rows of a norm, given the beginning of their names."""
+        offset = [Tensor(f"{ours}/offset", f"{theirs}.bias")] if self.norm().offset else []
+        return [Tensor(f"{ours}/scale", f"{theirs}.weight"), *offset]
 
     def attention_tensors(self, block: str) -> list[Tensor]:
         """The rows of the attention; `block` begins their names."""
@@ -160,6 +168,11 @@ class LlamaLike(RotaryConfig):
 
     def ff_tensors(self, block: str) -> list[Tensor]:
         """The rows of the feed-forward layers; `block` begins their names."""
+        if self.HF_FUSED_GATE:
+            gate = fused_rows(
+                dict.fromkeys(("blocks/ff/gate/w", "blocks/ff/in/w"), self.d_ff), f"{block}mlp.gate_up_proj.weight"
+            )
+            return [*gate, Tensor("blocks/ff/out/w", f"{block}mlp.down_proj.weight", TRANSPOSED)]
         rows = gated_rows("ff", f"{block}mlp")
         for ours, theirs in GATED.items() if self.ff().bias else ():
             bias = "ff_out" if ours == "out" else f"ff/{ours}"
@@ -172,7 +185,33 @@ def gated_rows(ours: str, theirs: str) -> list[Tensor]:
     return [Tensor(f"blocks/{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED) for name, key in GATED.items()]
 
 
-class LlamaConfig(LlamaLike):
+def fused_rows(sizes: Mapping[str, int], theirs: str) -> list[Tensor]:
+    """The rows of matrices that are one after the other in one matrix; by parameter, the outputs of each."""
+    starts = itertools.accumulate(sizes.values(), initial=0)
+    return [
+        Tensor(name, theirs, TRANSPOSED, of_rows=sum(sizes.values()), first_row=start)
+        for name, start in zip(sizes, starts, strict=False)
+    ]
+
+
+class BiasedLlama(LlamaLike):
+    """Llama that may have biases."""
+
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
+    """biases on q, k, v and the output of the attention"""
+    ff_bias: Annotated[Switch, Hf("mlp_bias")] = False
+    """biases on the matrices of the feed-forward layer"""
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
+
+    def ff(self) -> Dense:
+        """See `LlamaLike`."""
+        return replace(super().ff(), bias=self.ff_bias)
+
+
+class LlamaConfig(BiasedLlama):
     """Llama: root mean square norms, rotary encoding, shared keys and values, and a gated feed-forward layer."""
 
     HF_MODEL_TYPE: ClassVar = "llama"
@@ -191,15 +230,3 @@ class LlamaConfig(LlamaLike):
 
     family: Literal["llama"] = "llama"
     """model family: a file in mesh_transformer/families"""
-    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
-    """biases on q, k, v and the output of the attention"""
-    ff_bias: Annotated[Switch, Hf("mlp_bias")] = False
-    """biases on the matrices of the feed-forward layer"""
-
-    def attention(self) -> Attention:
-        """See `LlamaLike`."""
-        return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
-
-    def ff(self) -> Dense:
-        """See `LlamaLike`."""
-        return replace(super().ff(), bias=self.ff_bias)

@@ -7,7 +7,18 @@ from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Tokens
 
 
-class MistralConfig(LlamaLike):
+class MistralLike(LlamaLike):
+    """Llama with a sliding window in every layer."""
+
+    window: Annotated[Tokens | None, Hf("sliding_window")] = None
+    """number of tokens that a query sees, the last of them its own; absent: all before it"""
+
+    def windows(self) -> list[int | None]:
+        """See `LlamaLike`."""
+        return [self.window] * self.layers
+
+
+class MistralConfig(MistralLike):
     """Mistral: Llama with a sliding window in every layer."""
 
     HF_MODEL_TYPE: ClassVar = "mistral"
@@ -25,9 +36,3 @@ class MistralConfig(LlamaLike):
 
     family: Literal["mistral"] = "mistral"
     """model family: a file in mesh_transformer/families"""
-    window: Annotated[Tokens | None, Hf("sliding_window")] = None
-    """number of tokens that a query sees, the last of them its own; absent: all before it"""
-
-    def windows(self) -> list[int | None]:
-        """See `LlamaLike`."""
-        return [self.window] * self.layers

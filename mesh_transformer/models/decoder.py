@@ -109,6 +109,8 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
     else:
         head = Linear(d.d_model, d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")
         logits_BTV = head(y_BTD, jnp.float32)
+    if d.logit_scale != 1:
+        logits_BTV = logits_BTV * d.logit_scale
     return logits_BTV if d.softcap is None else soft_capped(logits_BTV, d.softcap)
 
 

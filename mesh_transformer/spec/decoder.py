@@ -39,7 +39,8 @@ class Decoder:
     # the head uses the token embeddings as its weights
     tied: bool = False
     head_bias: bool = False
-    # the logits become softcap * tanh(logits / softcap)
+    # the logits are multiplied by this number, and then become softcap * tanh(logits / softcap)
+    logit_scale: float = 1.0
     softcap: float | None = None
 
     @functools.cached_property

@@ -42,6 +42,10 @@ class Tensor(NamedTuple):
     part: int | None = None
     # the sizes that `view` needs; "part": the number of parameters in the foreign tensor
     sizes: Mapping[str, int] = {}
+    # the foreign tensor has this many rows, and the parameter holds those from `first_row` on, as several parameters of
+    # unequal size do; None: it holds them all. `view` is None or TRANSPOSED
+    of_rows: int | None = None
+    first_row: int = 0
     # the dimension that is padded in the parameter, and not in the foreign tensor
     vocab_axis: int | None = None
     # another parameter, without a foreign tensor: it is read as zeros, and writing adds it to the rows of this one

@@ -27,11 +27,17 @@ BASE = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
+_FULL, _WINDOW = "full_attention", "sliding_attention"
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
 
 
 def rope(kind: str = "default", theta: float = 1e4, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
+
+
+def by_type(full: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
+    """The rotary encoding of layers without a window, and of layers with one."""
+    return {"rope_parameters": {_FULL: full["rope_parameters"], _WINDOW: window["rope_parameters"]}}
 
 
 _LLAMA3 = rope(
@@ -223,8 +229,8 @@ def save_model(family: str, keys: dict[str, Any], folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(SEED)
-    config = getattr(transformers, f"{family}Config")(**keys, attn_implementation="eager")
-    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
+    kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+    model = kind(kind.config_class(**keys, attn_implementation="eager")).eval()
     # the default implementation of experts refuses matrices of odd widths
     model.set_experts_implementation("eager")
     with torch.no_grad():

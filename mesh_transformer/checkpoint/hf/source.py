@@ -129,14 +129,15 @@ class HFSource:
         stored = self._stored[name]
         target = out[tuple(slice(0, s.stop - s.start) for s in unpadded)]
         if row.view is None:
-            target[...] = stored.read(unpadded)
+            target[...] = stored.read((_shifted(unpadded[0], row.first_row), *unpadded[1:]))
             if row.copy in self._stored and (self._stored[row.copy].read(unpadded) != target).any():
                 raise UserError(
                     f"{self.where}: {row.copy} differs from {name}, but config.json ties them: set tie_word_embeddings "
                     "to false in config.json, as transformers reads such a folder"
                 )
         elif row.view == TRANSPOSED:
-            self._transpose(target, stored, *unpadded)
+            rows, columns = unpadded
+            self._transpose(target, stored, rows, _shifted(columns, row.first_row))
         else:
             with self._lock:
                 target[...] = import_tensor(row, self._whole(stored), shape)[unpadded]
@@ -204,6 +205,10 @@ class HFSource:
             yield name, TensorInfo(self._shapes[row.parameter], *dtypes)
             if row.bias:
                 yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], *dtypes)
+
+
+def _shifted(index: slice, by: int) -> slice:
+    return slice(index.start + by, index.stop + by)
 
 
 def _full_names(stored: dict[str, FileTensor], model: ModelConfig) -> dict[str, FileTensor]:
@@ -279,7 +284,8 @@ def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
 def foreign_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
     """The shape of the foreign tensor."""
     parts = () if row.part is None else (row.sizes["part"],)
-    return export_tensor(row, np.broadcast_to(np.int8(0), (*parts, *unpadded_shape(row, model)))).shape
+    shape = export_tensor(row, np.broadcast_to(np.int8(0), (*parts, *unpadded_shape(row, model)))).shape
+    return shape if row.of_rows is None else (row.of_rows, *shape[1:])
 
 
 def weight_files(folder: str) -> list[str]:

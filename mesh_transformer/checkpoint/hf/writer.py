@@ -199,7 +199,7 @@ def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> l
     by_name: dict[tuple[str, Any], list[Tensor]] = {}
     for row in stacked_rows(model):
         by_name.setdefault((row.foreign, row.layers), []).append(row)
-    tensors = [sorted(parts, key=lambda row: row.part or 0) for parts in by_name.values()]
+    tensors = [sorted(parts, key=lambda row: (row.part or 0, row.first_row)) for parts in by_name.values()]
     for _, stage in itertools.groupby(tensors, lambda parts: parts[0].stacked):
         of_stage = []
         for parts in stage:
@@ -241,10 +241,14 @@ def _blocks(source: TensorSource, shard: list[_OutputTensor]) -> Iterator[_Block
             yield planned, export_tensor(row, parts[0] if row.part is None else np.stack(parts))
             continue
         rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * max(dtype.itemsize, info.dtype.itemsize)))
-        for first in range(0, shape[0], rows):
-            foreign = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
-            index = foreign if row.view is None else foreign[::-1]
-            yield planned, export_tensor(row, _read(source, row, planned.place, index))
+        # where several parameters have rows of one tensor, each ends where the next begins
+        ends = [*(member.first_row for member in planned.rows[1:]), shape[0]]
+        for member, end in zip(planned.rows, ends, strict=True):
+            size = end - member.first_row
+            for first in range(0, size, rows):
+                foreign = (slice(first, min(first + rows, size)), *(slice(0, n) for n in shape[1:]))
+                index = foreign if row.view is None else foreign[::-1]
+                yield planned, export_tensor(member, _read(source, member, planned.place, index))
 
 
 def _converted(source: TensorSource, blocks: Iterator[_Block]) -> Iterator[np.ndarray]:

@@ -1,0 +1,53 @@
+"""The keys of config.json of released models, as their authors wrote them."""
+
+from typing import Any
+
+import pytest
+
+from mesh_transformer.checkpoint.hf.source import parse_model
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+_ALL = {"architectures": ["x"], "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.57.0"}
+_YARN = {
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "yarn",
+}
+# keys that transformers writes, and which change nothing in these models
+UNUSED = {
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+    "original_max_position_embeddings",
+    "_sliding_window_pattern",
+    "no_rope_layer_interval",
+}
+# by name: the keys, and fields that the program reads from them
+RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_config_is_read(name) -> None:
+    keys, fields = RELEASED[name]
+    model = parse_model({**_ALL, **keys}, "config.json")
+    assert {field: getattr(model, field) for field in fields} == fields
+    assert parse_model({"model_type": model.HF_MODEL_TYPE, **model.to_hf()}, "config.json") == model
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_transformers_reads_what_is_written(name) -> None:
+    """Its config has the values of the original keys that it knows."""
+    import transformers
+
+    keys, _ = RELEASED[name]
+    model = parse_model({**_ALL, **keys}, "config.json")
+    known = transformers.AutoConfig.for_model(keys["model_type"]).to_dict().keys() - UNUSED
+    original, ours = (
+        transformers.AutoConfig.for_model(**one).to_dict()
+        for one in (keys, {"model_type": model.HF_MODEL_TYPE, **model.to_hf()})
+    )
+    compared = [key for key in known if not key.endswith(("_token_id", "_dropout"))]
+    assert {key: ours[key] for key in compared} == {key: original[key] for key in compared}
