@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_softcap": 20.0,
         "softcap": 10.0,
     },
+    "olmo2": {"family": "olmo2", **_SIZES, **_SHARED},
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
     "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
     # layers with and without experts in turn

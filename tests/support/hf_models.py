@@ -132,6 +132,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 30,
         },
     ),
+    "olmo2": ("Olmo2", {**BASE, **rope(), "num_key_value_heads": 2}),
     "mixtral": (
         "Mixtral",
         {

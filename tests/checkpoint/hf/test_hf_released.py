@@ -26,6 +26,25 @@ UNUSED = {
 }
 # by name: the keys, and fields that the program reads from them
 RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "olmo-2-7b": (
+        {
+            "model_type": "olmo2",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 500000,
+            "tie_word_embeddings": False,
+            "vocab_size": 100352,
+        },
+        {"family": "olmo2", "rotary_base": 5e5, "norm_eps": 1e-6},
+    ),
 }
 
 
