@@ -19,6 +19,7 @@ from mesh_transformer.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 from mesh_transformer.families.base import ModelConfig
 
@@ -34,6 +35,7 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "gemma": gemma.GemmaConfig,
     "gemma2": gemma2.Gemma2Config,
     "olmo2": olmo2.Olmo2Config,
+    "smollm3": smollm3.SmolLM3Config,
     "mixtral": mixtral.MixtralConfig,
     "olmoe": olmoe.OlmoeConfig,
     "qwen2_moe": qwen2_moe.Qwen2MoeConfig,

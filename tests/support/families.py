@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "softcap": 10.0,
     },
     "olmo2": {"family": "olmo2", **_SIZES, **_SHARED},
+    "smollm3": {"family": "smollm3", **_SIZES, **_SHARED, "layers": 4, "no_rotary_every": 3},
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
     "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
     # layers with and without experts in turn

@@ -133,6 +133,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", {**BASE, **rope(), "num_key_value_heads": 2}),
+    "smollm3": (
+        "SmolLM3",
+        {
+            **BASE,
+            **_LLAMA3,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "no_rope_layers": [1, 0, 1, 1, 0],
+            "mlp_bias": True,
+        },
+    ),
     "mixtral": (
         "Mixtral",
         {

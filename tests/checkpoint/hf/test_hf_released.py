@@ -45,6 +45,32 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "olmo2", "rotary_base": 5e5, "norm_eps": 1e-6},
     ),
+    "smollm3-3b": (
+        {
+            "model_type": "smollm3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "layer_types": [FULL] * 36,
+            "max_position_embeddings": 65536,
+            "max_window_layers": 28,
+            "mlp_bias": False,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 4,
+            "pretraining_tp": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "vocab_size": 128256,
+        },
+        {"family": "smollm3", "no_rotary_every": 4, "rotary_base": 5e6, "tied_head": True},
+    ),
 }
 
 
