@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_softcap": 20.0,
         "softcap": 10.0,
     },
+    "gemma3": {"family": "gemma3", **_SIZES, **_SHARED, "layers": 4, "window": 6, "full_every": 3, "softcap": 10.0},
     "olmo2": {"family": "olmo2", **_SIZES, **_SHARED},
     "smollm3": {"family": "smollm3", **_SIZES, **_SHARED, "layers": 4, "no_rotary_every": 3},
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},

@@ -132,6 +132,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 30,
         },
     ),
+    # windows in all layers but the third, which has a scaled encoding of another base
+    "gemma3": (
+        "Gemma3",
+        {
+            **BASE,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "head_dim": 22,
+            "sliding_window": 6,
+            "layer_types": [_WINDOW, _WINDOW, _FULL, _WINDOW, _WINDOW],
+            "query_pre_attn_scalar": 30,
+            "final_logit_softcapping": 10.0,
+            **by_type(rope("linear", 5e3, factor=2.5), rope(theta=300.0)),
+        },
+    ),
     "olmo2": ("Olmo2", {**BASE, **rope(), "num_key_value_heads": 2}),
     "smollm3": (
         "SmolLM3",

@@ -26,6 +26,34 @@ UNUSED = {
 }
 # by name: the keys, and fields that the program reads from them
 RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma-3-1b": (
+        {
+            "model_type": "gemma3_text",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+        {"family": "gemma3", "full_every": 6, "rotary_base": 1e6, "local_rotary_base": 1e4, "tied_head": True},
+    ),
     "olmo-2-7b": (
         {
             "model_type": "olmo2",
