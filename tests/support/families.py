@@ -48,6 +48,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"family": "gemma3", **_SIZES, **_SHARED, "layers": 4, "window": 6, "full_every": 3, "softcap": 10.0},
     "olmo2": {"family": "olmo2", **_SIZES, **_SHARED},
     "smollm3": {"family": "smollm3", **_SIZES, **_SHARED, "layers": 4, "no_rotary_every": 3},
+    "granite": {
+        "family": "granite",
+        **_SIZES,
+        **_SHARED,
+        "embed_scale": 3.0,
+        "attention_scale": 0.2,
+        "residual_scale": 0.4,
+        "logit_divisor": 0.7,
+    },
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
     "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
     # layers with and without experts in turn

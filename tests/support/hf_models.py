@@ -159,6 +159,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "granite": (
+        "Granite",
+        {
+            **BASE,
+            **rope(),
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+        },
+    ),
     "mixtral": (
         "Mixtral",
         {

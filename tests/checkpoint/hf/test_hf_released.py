@@ -99,6 +99,30 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "smollm3", "no_rotary_every": 4, "rotary_base": 5e6, "tied_head": True},
     ),
+    "granite-3.3-2b": (
+        {
+            "model_type": "granite",
+            "attention_bias": False,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "logits_scaling": 8,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 49159,
+        },
+        {"family": "granite", "embed_scale": 12.0, "attention_scale": 0.015625, "logit_divisor": 8.0},
+    ),
 }
 
 
