@@ -47,6 +47,17 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {"family": "gemma3", **_SIZES, **_SHARED, "layers": 4, "window": 6, "full_every": 3, "softcap": 10.0},
     "olmo2": {"family": "olmo2", **_SIZES, **_SHARED},
+    "olmo3": {
+        "family": "olmo3",
+        **_SIZES,
+        **_SHARED,
+        "layers": 4,
+        "window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rotary_scaling": "yarn",
+        "rotary_factor": 4.0,
+        "rotary_original_seq": 16,
+    },
     "smollm3": {"family": "smollm3", **_SIZES, **_SHARED, "layers": 4, "no_rotary_every": 3},
     "granite": {
         "family": "granite",

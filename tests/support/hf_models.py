@@ -148,6 +148,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", {**BASE, **rope(), "num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **BASE,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 3,
+            "sliding_window": 7,
+            "layer_types": [_FULL, _WINDOW, _WINDOW, _FULL],
+            "attention_bias": True,
+            **by_type({"rope_parameters": {**_YARN, "attention_factor": 1.2}}, rope(theta=2e3)),
+        },
+    ),
     "smollm3": (
         "SmolLM3",
         {

@@ -73,6 +73,27 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "olmo2", "rotary_base": 5e5, "norm_eps": 1e-6},
     ),
+    "olmo-3-7b": (
+        {
+            "model_type": "olmo3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "layer_types": [WINDOW, WINDOW, WINDOW, FULL] * 8,
+            "max_position_embeddings": 65536,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": _YARN,
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+            "vocab_size": 100278,
+        },
+        {"family": "olmo3", "full_every": 4, "rotary_base": 5e5, "local_rotary_base": 5e5, "rotary_scaling": "yarn"},
+    ),
     "smollm3-3b": (
         {
             "model_type": "smollm3",
