@@ -22,6 +22,7 @@ from mesh_transformer.families import (
     qwen3,
     qwen3_moe,
     smollm3,
+    starcoder2,
 )
 from mesh_transformer.families.base import ModelConfig
 
@@ -41,6 +42,7 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "olmo3": olmo3.Olmo3Config,
     "smollm3": smollm3.SmolLM3Config,
     "granite": granite.GraniteConfig,
+    "starcoder2": starcoder2.Starcoder2Config,
     "mixtral": mixtral.MixtralConfig,
     "olmoe": olmoe.OlmoeConfig,
     "qwen2_moe": qwen2_moe.Qwen2MoeConfig,

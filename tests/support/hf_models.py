@@ -183,6 +183,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.7,
         },
     ),
+    "starcoder2": ("Starcoder2", {**BASE, **rope(theta=1e5), "num_key_value_heads": 2, "sliding_window": 9}),
     "mixtral": (
         "Mixtral",
         {

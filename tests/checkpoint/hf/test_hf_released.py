@@ -144,6 +144,30 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "granite", "embed_scale": 12.0, "attention_scale": 0.015625, "logit_divisor": 8.0},
     ),
+    "starcoder2-3b": (
+        {
+            "model_type": "starcoder2",
+            "attention_softmax_in_fp32": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "layer_norm_epsilon": 1e-05,
+            "max_position_embeddings": 16384,
+            "mlp_type": "default",
+            "norm_epsilon": 1e-05,
+            "norm_type": "layer_norm",
+            "num_attention_heads": 24,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 2,
+            "residual_dropout": 0.1,
+            "rope_theta": 999999.4420358813,
+            "scale_attn_weights": True,
+            "sliding_window": 4096,
+            "use_bias": True,
+            "vocab_size": 49152,
+        },
+        {"family": "starcoder2", "window": 4096, "bias": True, "tied_head": True},
+    ),
 }
 
 
