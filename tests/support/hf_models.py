@@ -184,6 +184,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "starcoder2": ("Starcoder2", {**BASE, **rope(theta=1e5), "num_key_value_heads": 2, "sliding_window": 9}),
+    # 0.45 x 18 dims is 8.1: 8 are rotated
+    "glm4": (
+        "Glm4",
+        {**BASE, **rope(partial_rotary_factor=0.45), "eos_token_id": [0], "num_key_value_heads": 2, "head_dim": 18},
+    ),
     "mixtral": (
         "Mixtral",
         {

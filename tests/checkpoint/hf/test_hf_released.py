@@ -168,6 +168,27 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "starcoder2", "window": 4096, "bias": True, "tied_head": True},
     ),
+    "glm-4-9b-0414": (
+        {
+            "model_type": "glm4",
+            "attention_bias": True,
+            "eos_token_id": [151329, 151336, 151338],
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 151552,
+        },
+        {"family": "glm4", "rotary_dims": 64, "attention_bias": True},
+    ),
 }
 
 
