@@ -7,6 +7,7 @@ from mesh_transformer.families import (
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     gpt2,
     gpt_neo,
     gpt_neox,
@@ -51,5 +52,5 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "qwen3_moe": qwen3_moe.Qwen3MoeConfig,
     "deepseek_v2": deepseek_v2.DeepSeekV2Config,
     "deepseek_v3": deepseek_v3.DeepSeekV3Config,
-    "jaxformer": jaxformer.JaxformerConfig,
+    "glm4_moe": glm4_moe.Glm4MoeConfig,
 }

@@ -115,15 +115,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_groups": 3,
         "router_top_groups": 2,
     },
-    # two blocks, each of two layers and one with experts
-    "jaxformer": {
-        "family": "jaxformer",
+    "glm4_moe": {
+        "family": "glm4_moe",
         **_SIZES,
+        **_SHARED,
         **_EXPERTS,
-        "layers": 6,
-        "block_layers": 3,
-        "latent_dim": 20,
         "rotary_dims": 6,
+        "expert_d_ff": 40,
+        "dense_layers": [0],
+        "qk_norm": True,
+        "router_scale": 1.3,
+        "router_groups": 3,
+        "router_top_groups": 2,
     },
 }
 # the families that transformers has too

@@ -244,6 +244,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **BASE,
+            **_GROUPS,
+            **rope(partial_rotary_factor=0.5),
+            **{key: value for key, value in _LATENTS.items() if "lora" not in key and "head_dim" not in key},
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
 }
 
 
