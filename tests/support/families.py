@@ -70,6 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"family": "starcoder2", **_SIZES, **_SHARED, "window": 9},
     "glm4": {"family": "glm4", **_SIZES, **_SHARED, "rotary_dims": 6},
+    "phi3": {"family": "phi3", **_SIZES, **_SHARED, "window": 9, "rotary_dims": 6},
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
     "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
     # layers with and without experts in turn

@@ -189,6 +189,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4",
         {**BASE, **rope(partial_rotary_factor=0.45), "eos_token_id": [0], "num_key_value_heads": 2, "head_dim": 18},
     ),
+    "phi3": (
+        "Phi3",
+        {**BASE, **rope(partial_rotary_factor=0.75), "num_key_value_heads": 2, "sliding_window": 9},
+    ),
     "mixtral": (
         "Mixtral",
         {

@@ -13,7 +13,7 @@ from mesh_transformer.families.hf_keys import ConfigJson, Hf, HfKeys, Only
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, Tokens
 
 # transformers has no default that it can compute with
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
 
 
 class Toy(HfKeys):

@@ -85,3 +85,129 @@ def test_fields_that_do_not_fit_are_refused(fields, reason) -> None:
     base = {"family": "gemma2", "layers": 5, "d_model": 64, "n_heads": 4, "n_vocab": 99}
     with pytest.raises(UserError, match=reason):
         parse_config({"model": {**base, **fields}})
+
+
+# ---- rotary encodings by type of layer ----
+
+
+def bases(model: Any) -> list[Any]:
+    """The base of each layer's rotary encoding."""
+    return [layer.attention.rotary.base for layer in model.decoder().layers]
+
+
+def scalings(model: Any) -> list[str | None]:
+    found = (layer.attention.rotary.scaling for layer in model.decoder().layers)
+    return [scaling and scaling.kind for scaling in found]
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "local", "full", "scaling"),
+    [
+        ({}, 1e4, 1e6, None),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 3e3}, 3e3, 5e5, None),
+        # of transformers before 5
+        ({"rope_theta": 5e5, "rope_scaling": LINEAR}, 1e4, 5e5, "linear"),
+        ({"rope_parameters": {FULL: {**LINEAR, "rope_theta": 5e5}, SLIDING: {"rope_theta": 3e3}}}, 3e3, 5e5, "linear"),
+        ({"rope_parameters": {FULL: {"rope_theta": 5e5}, SLIDING: None}}, 1e4, 5e5, None),
+    ],
+)
+def test_rotary_encodings_by_type_of_layer(keys, local, full, scaling) -> None:
+    """Scaling changes the layers without a window only."""
+    model = read("gemma3_text", sliding_window_pattern=3, **keys)
+    assert bases(model) == [local, local, full, local, local]
+    assert scalings(model) == [None, None, scaling, None, None]
+    assert model.windows() == [6, 6, None, 6, 6]
+    assert written(model) == model
+
+
+def test_one_base_of_an_earlier_olmo3_is_that_of_all_layers() -> None:
+    model = read("olmo3", rope_theta=3e3, rope_scaling=YARN)
+    assert bases(model) == [3e3] * 5
+    assert scalings(model) == [None, None, None, "yarn", None]
+    assert written(model) == model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "reason"),
+    [
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .*: expected an object for each of"),
+        ("olmo3", {"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),
+        ("olmo3", {"rope_parameters": {FULL: 3}}, "full_attention is 3: expected an object"),
+        ("olmo3", {"rope_parameters": {SLIDING: YARN}}, "rope_type of sliding_attention is 'yarn': only default"),
+        ("olmo3", {"rope_local_base_freq": 1e4}, "'rope_local_base_freq' is 10000.0: this key is unknown"),
+        ("gemma3_text", {"rope_local_base_freq": 0}, "rope_local_base_freq is 0: expected a number above 0"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0: expected a whole number"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0: only None is supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true: only false"),
+        ("smollm3", {"no_rope_layers": [1] * 4}, "no_rope_layers has 4 entries for 5 layers: give one for each"),
+        ("smollm3", {"no_rope_layers": [1, 1, 2, 1, 1]}, "no_rope_layers is .*: expected a list of 0"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0: expected a whole number"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window is true: only false is supported"),
+        ("smollm3", {"layer_types": [SLIDING] * 5}, "layer_types is .*: only full_attention in each layer"),
+        ("olmo2", {"sliding_window": None, "layer_types": [SLIDING] * 5}, "'layer_types' is .*: this key is unknown"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0: expected a number above 0"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm': only layer_norm is supported"),
+        ("starcoder2", {"hidden_act": "silu"}, "hidden_act is 'silu': only gelu"),
+        ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: expected a number above 0 and at most"),
+        ("glm4", {"partial_rotary_factor": 0.33}, "model.rotary_dims 5 must be even and at most model.d_head 16"),
+        ("glm4_moe", {"n_group": 3}, "model.router_groups 3 must divide model.n_experts 128"),
+        ("phi3", {"rope_scaling": YARN}, "rope_type is 'yarn': only default is supported in this family"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope': only default"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1: this family rotates whole heads"),
+    ],
+)
+def test_keys_of_layers_that_differ_are_checked(model_type, keys, reason) -> None:
+    with pytest.raises(UserError, match=f"config.json: .*{reason}"):
+        read(model_type, **keys)
+
+
+# ---- layers without rotary encoding, and parts of heads ----
+
+
+@pytest.mark.parametrize(
+    ("keys", "rotated", "every"),
+    [
+        ({}, [1, 1, 1, 0, 1], 4),
+        ({"no_rope_layer_interval": 2}, [1, 0, 1, 0, 1], 2),
+        ({"no_rope_layers": [1, 0, 1, 0, 1], "no_rope_layer_interval": 4}, [1, 0, 1, 0, 1], 2),
+        ({"no_rope_layers": [0, 1, 1, 0, 0]}, [0, 1, 1, 0, 0], None),
+        ({"no_rope_layers": [1] * 5}, [1] * 5, None),
+    ],
+)
+def test_layers_without_rotary_encoding(keys, rotated, every) -> None:
+    model = read("smollm3", **keys)
+    assert bases(model) == [2e6 if one else None for one in rotated]
+    assert model.no_rotary_every == every
+    assert model.to_hf()["no_rope_layers"] == rotated
+    assert written(model) == model
+    # layers that differ in numbers are one kind
+    assert len(model.decoder().kinds) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"no_rotary_layers": [3, 1]}, r"model.no_rotary_layers \[3, 1\] must be ascending and less than model.layers"),
+        ({"no_rotary_layers": [5]}, r"model.no_rotary_layers \[5\] must be ascending and less than model.layers 5"),
+        ({"no_rotary_layers": [1], "no_rotary_every": 2}, "model.no_rotary_every has no effect with model.no_rotary_l"),
+    ],
+)
+def test_numbers_of_layers_are_checked(fields, reason) -> None:
+    base = {"family": "smollm3", "layers": 5, "d_model": 64, "n_heads": 4, "n_vocab": 99}
+    with pytest.raises(UserError, match=reason):
+        parse_config({"model": {**base, **fields}})
+
+
+@pytest.mark.parametrize(("dims", "d_head"), [(6, 14), (62, 206), (98, 98), (2, 16)])
+def test_a_part_of_a_head_is_read_and_written(dims, d_head) -> None:
+    """transformers rounds the product of part and width down."""
+    base = {"family": "glm4", "layers": 2, "d_model": 64, "n_heads": 4, "n_vocab": 99}
+    model = parse_config({"model": {**base, "d_head": d_head, "rotary_dims": dims}}).model
+    assert written(model).rotary_dims == dims
+    # top-level, as before transformers 5
+    keys = {name: value for name, value in model.to_hf().items() if name not in ("rope_parameters", "rope_scaling")}
+    assert parse_model({"model_type": "glm4", **keys}, "config.json").rotary_dims == dims

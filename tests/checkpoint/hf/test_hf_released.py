@@ -221,6 +221,30 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "glm4_moe", "rotary_dims": 64, "dense_layers": (0,), "n_experts": 128, "shared_d_ff": 1408},
     ),
+    "phi-4": (
+        {
+            "model_type": "phi3",
+            "attention_bias": False,
+            "auto_map": {},
+            "embd_pdrop": 0.0,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "max_position_embeddings": 16384,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 10,
+            "original_max_position_embeddings": 16384,
+            "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 250000,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 100352,
+        },
+        {"family": "phi3", "rotary_base": 2.5e5, "rotary_dims": 128, "window": None},
+    ),
 }
 
 
