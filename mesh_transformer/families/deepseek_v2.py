@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import GroupedExperts
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.rotary import yarn_factor
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 from mesh_transformer.spec import TRANSPOSED, LatentAttention, Norm, Rotary, Tensor
@@ -48,7 +48,7 @@ class DeepSeekLike(GroupedExperts):
     """yarn: the products of queries and keys are multiplied by (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1)^2"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive d_head too."""
         dims = [size(values.get(name)) for name in ("nope_dims", "rotary_dims")]
         if "d_head" not in values and dims[0] and dims[1]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.base import ModelConfig
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
 from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
@@ -137,7 +138,7 @@ class GroupedExperts(SomeDense):
     """groups with the best scores, from which a token's experts are chosen"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive shared_d_ff too."""
         values = super().derive(values)
         if d_ff := size(values.get("expert_d_ff")):
@@ -179,7 +180,7 @@ class GroupedExperts(SomeDense):
         return replace(super().experts(), shared=shared)
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
         dense = keys.size(
@@ -188,7 +189,7 @@ class GroupedExperts(SomeDense):
         shared = keys.size("n_shared_experts", default=defaults["n_shared_experts"])
         return {**fields, "dense_layers": tuple(range(dense)), "shared_d_ff": fields["expert_d_ff"] * shared}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
         reasons = []
         if self.dense_layers != tuple(range(len(self.dense_layers))):
@@ -215,7 +216,7 @@ class SigmoidExperts(GroupedExperts):
         return replace(super().router(), scores="sigmoid", bias=True, group_score="two_best", eps=1e-20)
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         # the layers that predict later tokens are not read
         keys.take("num_nextn_predict_layers", "num_mtp_layers", default=None)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.gemma import GemmaLike
-from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.families.layer_types import WithLayerTypes
 from mesh_transformer.fields import Count, Derived, Dims, Positive, Unit, size
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
@@ -25,7 +25,7 @@ class Gemma2Like(GemmaLike, WithLayerTypes):
     """cap of the logits; absent: none"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive query_scale_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):

@@ -1,12 +1,12 @@
 """GPT-NeoX (Black et al. 2022), Pythia, and models such as rinna's with a sequential residual."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.rotary import part_of_head
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 from mesh_transformer.spec import (

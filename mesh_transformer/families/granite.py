@@ -1,9 +1,9 @@
 """Granite 3 (Granite Team 2024): Llama with four fixed multipliers."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.hf_keys import Hf
+from mesh_transformer.families.hf_keys import Hf, JsonObject
 from mesh_transformer.families.llama import BiasedLlama
 from mesh_transformer.fields import Derived, Positive, size
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sequential
@@ -36,7 +36,7 @@ class GraniteConfig(BiasedLlama):
     """the logits are divided by this number"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive attention_scale too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):

@@ -1,12 +1,12 @@
 """Layers that differ in their numbers: some have a sliding window, and these may have another rotary encoding."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Count, Derived, Positive, Tokens, Unit
 from mesh_transformer.spec import Rotary
@@ -27,7 +27,7 @@ def as_every(some: list[int], layers: int, usual: int) -> int | None:
     return next((n for n in tried if some == every(n, layers)), None)
 
 
-def one_of(values: dict[str, Any], count: str, listed: str, usual: int) -> dict[str, Any]:
+def one_of(values: JsonObject, count: str, listed: str, usual: int) -> JsonObject:
     """The fields with the usual value of `count`, if neither this nor the list in its place is given.
 
     Raises:
@@ -54,7 +54,7 @@ class WithLayerTypes(LlamaLike):
     """instead of full_every: which layers have a window"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive full_every too."""
         return one_of(super().derive(values), "full_every", "layer_types", cls.FULL_EVERY)
 
@@ -79,14 +79,14 @@ class WithLayerTypes(LlamaLike):
         """See `LlamaLike`."""
         return [self.window if one == SLIDING else None for one in self.types()]
 
-    def architecture(self) -> dict[str, Any]:
+    def architecture(self) -> JsonObject:
         """See `ModelConfig`. Two forms of one list are no difference."""
         fields = super().architecture()
         del fields["full_every"]
         return {**fields, "layer_types": self.types()}
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields, types = super().fields_from_hf(keys), keys.take("layer_types", default=None)
         pattern = cls.full_every_from_hf(keys)
@@ -105,7 +105,7 @@ class WithLayerTypes(LlamaLike):
         """The value of full_every, if config.json does not list the layers."""
         return cls.FULL_EVERY
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         return {**super().to_hf(), "layer_types": list(self.types())}
 
@@ -120,7 +120,7 @@ class WithLocalRotary(WithLayerTypes):
     """base of the rotary frequencies in layers with a window, where they are not scaled"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive local_rotary_base too."""
         base = cls.model_fields["rotary_base"].default
         return {"local_rotary_base": values.get("rotary_base", base), **super().derive(values)}
@@ -132,7 +132,7 @@ class WithLocalRotary(WithLayerTypes):
         return [local if one == SLIDING else full for one in self.types()]
 
     @classmethod
-    def rotary_from_hf(cls, keys: ConfigJson, others: dict[str, Any]) -> dict[str, Any]:
+    def rotary_from_hf(cls, keys: ConfigJson, others: JsonObject) -> JsonObject:
         """See `RotaryConfig`. transformers 5 has the parameters of each type of layer in `rope_parameters`."""
         base = keys.take("rope_theta", default=None)
         name = cls.HF_LOCAL_BASE
@@ -151,7 +151,7 @@ class WithLocalRotary(WithLayerTypes):
             )
         return {**fields, "local_rotary_base": of_window["rotary_base"]}
 
-    def rotary_to_hf(self) -> dict[str, Any]:
+    def rotary_to_hf(self) -> JsonObject:
         """See `RotaryConfig`."""
         keys = super().rotary_to_hf()
         local = {"rope_type": "default", "rope_theta": self.local_rotary_base}
@@ -159,7 +159,7 @@ class WithLocalRotary(WithLayerTypes):
         return {**keys, **older, "rope_parameters": {FULL: keys["rope_parameters"], SLIDING: local}}
 
 
-def _object(name: str, keys: ConfigJson) -> dict[str, Any]:
+def _object(name: str, keys: ConfigJson) -> JsonObject:
     value = keys.take(name, default=None) or {}
     if not isinstance(value, dict):
         raise UserError(f"{name} is {value!r:.60}: expected an object")

@@ -1,9 +1,9 @@
 """Phi-3 (Abdin et al. 2024, arXiv:2404.14219) and Phi-4: Llama with fused matrices in its files."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import fused_rows
 from mesh_transformer.families.mistral import MistralLike
 from mesh_transformer.families.rotary import PartlyRotary
@@ -37,14 +37,14 @@ class Phi3Config(MistralLike, PartlyRotary):
     """epsilon that each norm adds to the mean square"""
 
     @classmethod
-    def rotary_from_hf(cls, keys: ConfigJson, others: dict[str, Any]) -> dict[str, Any]:
+    def rotary_from_hf(cls, keys: ConfigJson, others: JsonObject) -> JsonObject:
         """See `RotaryConfig`. transformers takes yarn for longrope here."""
         fields = super().rotary_from_hf(keys, others)
         if fields["rotary_scaling"] != "none":
             raise UserError(f"rope_type is {fields['rotary_scaling']!r}: only default is supported in this family")
         return fields
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         if self.rotary_scaling != "none":
             reason = f"{self.HF_ARCHITECTURE} computes it without model.rotary_scaling {self.rotary_scaling}"

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
-from mesh_transformer.families.hf_keys import ConfigJson
+from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
 from mesh_transformer.fields import Derived, Dims, Positive, Real, Switch, Tokens, size
 from mesh_transformer.spec import Rotary, Scaling
 
@@ -124,7 +124,7 @@ class RotaryConfig(ModelConfig):
         return {**super().to_hf(), **self.rotary_to_hf()}
 
     @classmethod
-    def rotary_from_hf(cls, keys: ConfigJson, others: dict[str, Any]) -> dict[str, Any]:
+    def rotary_from_hf(cls, keys: ConfigJson, others: JsonObject) -> JsonObject:
         """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
 
         Args:
@@ -145,7 +145,7 @@ class RotaryConfig(ModelConfig):
         if not isinstance(scaling, str) or scaling not in _FIELDS:
             raise UserError(f"rope_type is {kind!r:.60}: only default, linear, llama3 and yarn are supported")
         part = rope.number("partial_rotary_factor", default=cls.HF_DEFAULTS.get("partial_rotary_factor", 1.0), most=1)
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             **cls.part_from_hf(part, others),
             "rotary_base": rope.number("rope_theta", default=cls.HF_DEFAULTS.get("rope_theta", 10000.0)),
             "rotary_scaling": scaling,
@@ -162,7 +162,7 @@ class RotaryConfig(ModelConfig):
         return fields
 
     @classmethod
-    def part_from_hf(cls, part: float, others: dict[str, Any]) -> dict[str, Any]:
+    def part_from_hf(cls, part: float, others: JsonObject) -> JsonObject:
         """The fields for the part of a head that is rotated; `others` are the fields that are not rotary.
 
         Raises:
@@ -172,7 +172,7 @@ class RotaryConfig(ModelConfig):
             raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
         return {}
 
-    def rotary_to_hf(self) -> dict[str, Any]:
+    def rotary_to_hf(self) -> JsonObject:
         """The keys of config.json for the rotary fields, for transformers 5 and for earlier versions."""
         kind = "default" if self.rotary_scaling == "none" else self.rotary_scaling
         values: JsonObject = {"rope_type": kind}
@@ -195,7 +195,7 @@ class PartlyRotary(RotaryConfig):
     """number of leading dims of each head that rotary encoding rotates: an even number, at most d_head"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive rotary_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):
@@ -203,12 +203,12 @@ class PartlyRotary(RotaryConfig):
         return values
 
     @classmethod
-    def part_from_hf(cls, part: float, others: dict[str, Any]) -> dict[str, Any]:
+    def part_from_hf(cls, part: float, others: JsonObject) -> JsonObject:
         """See `RotaryConfig`."""
         d_head = others.get("d_head") or others["d_model"] // others["n_heads"]
         return {"rotary_dims": int(d_head * part)}
 
-    def rotary_to_hf(self) -> dict[str, Any]:
+    def rotary_to_hf(self) -> JsonObject:
         """See `RotaryConfig`."""
         part, keys = part_of_head(self.rotary_dims, self.d_head), super().rotary_to_hf()
         for name in ("rope_parameters", "rope_scaling"):

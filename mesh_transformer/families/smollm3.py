@@ -1,12 +1,12 @@
 """SmolLM3 (Hugging Face 2025): Llama in which some layers have no rotary encoding."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.layer_types import FULL, as_every, every, one_of
 from mesh_transformer.families.llama import BiasedLlama
 from mesh_transformer.fields import Count, Derived, LayerNumbers, Switch, Unit
@@ -48,7 +48,7 @@ class SmolLM3Config(BiasedLlama):
     """instead of no_rotary_every: the layers without rotary encoding, numbered from 0"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive no_rotary_every too."""
         return one_of(super().derive(values), "no_rotary_every", "no_rotary_layers", _EVERY)
 
@@ -75,14 +75,14 @@ class SmolLM3Config(BiasedLlama):
         absent = replace(rotary, base=None, scaling=None)
         return [absent if layer in none else rotary for layer in range(self.layers)]
 
-    def architecture(self) -> dict[str, Any]:
+    def architecture(self) -> JsonObject:
         """See `ModelConfig`. Two forms of one list are no difference."""
         fields = super().architecture()
         del fields["no_rotary_every"]
         return {**fields, "no_rotary_layers": self.not_rotated()}
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields, types = super().fields_from_hf(keys), keys.take("layer_types", default=None)
         layers: int = fields["layers"]
@@ -100,7 +100,7 @@ class SmolLM3Config(BiasedLlama):
         n = as_every(none, layers, _EVERY)
         return {**fields, "no_rotary_every": n} if n else {**fields, "no_rotary_layers": tuple(none)}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         none = set(self.not_rotated())
         return {
