@@ -1,6 +1,7 @@
 """Model families as data. A family is one file in this folder and one line here."""
 
 from mesh_transformer.families import (
+    codegen,
     deepseek_v2,
     deepseek_v3,
     gemma,
@@ -14,11 +15,13 @@ from mesh_transformer.families import (
     gptj,
     granite,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmo2,
     olmo3,
     olmoe,
+    opt,
     phi3,
     qwen2,
     qwen2_moe,
@@ -48,6 +51,8 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "starcoder2": starcoder2.Starcoder2Config,
     "glm4": glm4.Glm4Config,
     "phi3": phi3.Phi3Config,
+    "codegen": codegen.CodeGenConfig,
+    "opt": opt.OptConfig,
     "mixtral": mixtral.MixtralConfig,
     "olmoe": olmoe.OlmoeConfig,
     "qwen2_moe": qwen2_moe.Qwen2MoeConfig,
@@ -55,4 +60,5 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "deepseek_v2": deepseek_v2.DeepSeekV2Config,
     "deepseek_v3": deepseek_v3.DeepSeekV3Config,
     "glm4_moe": glm4_moe.Glm4MoeConfig,
+    "minimax_m2": minimax_m2.MiniMaxM2Config,
 }

@@ -14,8 +14,18 @@ from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 
 
-class ExpertCounts(ModelConfig):
-    """How many experts a layer has, and how many of them a token goes through."""
+class WithExperts(LlamaLike):
+    """All layers have experts of width d_ff, without shared ones."""
+
+    # training alone uses them
+    HF_IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_jitter_noise")
+    # the module of a layer that holds router and experts, the matrices of an expert (ours and theirs), and the module
+    # of the experts that all tokens share
+    HF_MODULE: ClassVar = "mlp"
+    HF_MATRICES: ClassVar = GATED
+    HF_SHARED: ClassVar = "shared_expert"
+    # the bias of the router
+    HF_ROUTER_BIAS: ClassVar = "gate.e_score_correction_bias"
 
     n_experts: Annotated[Count, Unit("experts"), Hf("num_experts", "num_local_experts")]
     """experts of a layer; divisible by mesh.ep"""
@@ -62,7 +72,7 @@ class WithExperts(ExpertCounts, LlamaLike):
         experts, module = self.experts(), f"{block}{self.HF_MODULE}"
         rows = [Tensor("blocks/ff/router/w", f"{module}.gate.weight", TRANSPOSED)]
         if experts.router.bias:
-            rows.append(Tensor("blocks/ff/router/bias", f"{module}.gate.e_score_correction_bias"))
+            rows.append(Tensor("blocks/ff/router/bias", f"{module}.{self.HF_ROUTER_BIAS}"))
         rows += [
             Tensor(f"blocks/ff/experts/{name}", f"{module}.experts.{{e}}.{key}.weight", TRANSPOSED)
             for name, key in self.HF_MATRICES.items()

@@ -34,7 +34,8 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
     if d.embed_scale != 1:
         x_BTD = x_BTD * jnp.asarray(d.embed_scale, x_BTD.dtype)
     if d.learned_positions:
-        x_BTD = x_BTD + PositionTable(d.seq, d.d_model, name="positions")(positions_BT)
+        table = PositionTable(d.unused_positions + d.seq, d.d_model, name="positions")
+        x_BTD = x_BTD + table(d.unused_positions + positions_BT)
     heads = d.attentions[0].heads
     return x_BTD, RelativeBias(heads, d.seq, name="relative")() if d.relative_bias else None
 

@@ -34,6 +34,8 @@ class Decoder:
     # the token embeddings are multiplied by this number
     embed_scale: float = 1.0
     learned_positions: bool = False
+    # the first rows of their table, which no position has
+    unused_positions: int = 0
     # T5's, by head and bucket of distance, shared by all layers
     relative_bias: bool = False
     # the head uses the token embeddings as its weights
@@ -152,7 +154,7 @@ class Decoder:
         if self.embed_bias:
             arrays["tokens/b"] = Array(("embed",), (self.d_model,))
         if self.learned_positions:
-            arrays["positions/w"] = Array((None, "embed"), (self.seq, self.d_model))
+            arrays["positions/w"] = Array((None, "embed"), (self.unused_positions + self.seq, self.d_model))
         if self.relative_bias:
             arrays["relative/w"] = Array(("heads", None), (self.attentions[0].heads, T5_BUCKETS))
         return arrays

@@ -71,6 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "starcoder2": {"family": "starcoder2", **_SIZES, **_SHARED, "window": 9},
     "glm4": {"family": "glm4", **_SIZES, **_SHARED, "rotary_dims": 6},
     "phi3": {"family": "phi3", **_SIZES, **_SHARED, "window": 9, "rotary_dims": 6},
+    "codegen": {"family": "codegen", **_SIZES, "pe_rotary_dims": 4},
+    "opt": {"family": "opt", **_SIZES},
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
     "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
     # layers with and without experts in turn
@@ -129,6 +131,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_groups": 3,
         "router_top_groups": 2,
     },
+    "minimax_m2": {"family": "minimax_m2", **_SIZES, **_SHARED, **_EXPERTS, "d_ff": 48, "rotary_dims": 6},
 }
 # the families that transformers has too
 OF_TRANSFORMERS = [name for name, family in FAMILIES.items() if family.HF_MODEL_TYPE is not None]

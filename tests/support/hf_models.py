@@ -193,6 +193,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**BASE, **rope(partial_rotary_factor=0.75), "num_key_value_heads": 2, "sliding_window": 9},
     ),
+    "codegen": ("CodeGen", {**_GPT2, "rotary_dim": 10}),
+    "opt": (
+        "OPT",
+        {
+            "vocab_size": VOCAB,
+            "max_position_embeddings": SEQ,
+            "hidden_size": 84,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "ffn_dim": 118,
+        },
+    ),
     "mixtral": (
         "Mixtral",
         {
@@ -259,6 +271,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 20,
             "attention_bias": True,
             "use_qk_norm": True,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            **BASE,
+            **rope(partial_rotary_factor=0.5),
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
         },
     ),
 }

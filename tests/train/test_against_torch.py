@@ -26,7 +26,10 @@ OPTIMIZER = {
 }
 # their loss has no term that balances experts
 EXPERTS = {"balance_loss": 0.0, "z_loss": 0.0}
-MODELS = ("gpt_neox", "gpt2", "llama3_tied", "qwen2", "gemma2", "qwen2_moe", "deepseek_v2_groups")
+MODELS = (
+    *("gpt_neox", "gpt2", "llama3_tied", "qwen2", "gemma2", "qwen2_moe", "deepseek_v2_groups"),
+    *("smollm3", "gemma3", "olmo2", "glm4_moe"),
+)
 MESHES = {"one": (1, []), "dp2-fsdp2-tp2": (8, ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2"])}
 # float32 on both sides, another order of sums, 20 updates; losses are 3 to 9
 TOLERANCE = 1e-4

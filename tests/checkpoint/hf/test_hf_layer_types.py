@@ -157,6 +157,22 @@ def test_one_base_of_an_earlier_olmo3_is_that_of_all_layers() -> None:
         ("glm4_moe", {"n_group": 3}, "model.router_groups 3 must divide model.n_experts 128"),
         ("phi3", {"rope_scaling": YARN}, "rope_type is 'yarn': only default is supported in this family"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope': only default"),
+        (
+            "minimax_m2",
+            {"rotary_dim": 8, "partial_rotary_factor": 0.25},
+            "rotary_dim is 8, and partial_rotary_factor s",
+        ),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1, 1]}, "attn_type_list is .*: only 1"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax': only sigmoid is supported"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size is 64: only 0 is supported"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is false: only true is supported"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32: only hidden_size 64 is supported"),
+        ("opt", {"enable_bias": False}, "enable_bias is false: only true is supported"),
+        (
+            "codegen",
+            {"hidden_size": 18, "num_attention_heads": 3, "rotary_dim": 4},
+            "3 x model.d_head 6 must be divisi",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1: this family rotates whole heads"),
     ],
 )
