@@ -17,6 +17,11 @@ def main() -> None:
     )
     cli.add_step_output(parser, "--output-path", "native", required=True)
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")
+    parser.add_argument(
+        "--text-only",
+        action="store_true",
+        help="convert the text model of a folder that also holds a vision tower, whose tensors are left out",
+    )
     options = parser.parse_args()
     if options.shards is not None and (options.format != "classic" or options.shards < 1):
         parser.error("--shards must be 1 or more, and needs --format classic")

@@ -1,5 +1,6 @@
 """Converts checkpoints of any format to native, classic and Hugging Face format: the four commands that convert."""
 
+import json
 import logging
 import posixpath
 import re
@@ -12,7 +13,7 @@ import numpy as np
 from mesh_transformer import files, hub, logs, platforms
 from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, write_config, write_meta
 from mesh_transformer.checkpoint.classic.writer import write_classic
-from mesh_transformer.checkpoint.hf.source import read_model, uniform_dtype, weight_files
+from mesh_transformer.checkpoint.hf.source import HFSource, read_config, read_model, uniform_dtype, weight_files
 from mesh_transformer.checkpoint.hf.writer import n_bytes, write_hf
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.native.writer import write_native
@@ -136,11 +137,20 @@ def _default_dtype(format: Format, source: TensorSource, origin: Origin | None) 
 
 
 def from_hf(
-    folder: str, output: str, *, format: Format | str, shards: int | None = None, overwrite: bool = False
+    folder: str,
+    output: str,
+    *,
+    format: Format | str,
+    shards: int | None = None,
+    overwrite: bool = False,
+    text_only: bool = False,
 ) -> None:
     """Convert a Hugging Face folder, or a model on its hub, to a native or classic step; see `write_step`.
 
     config.json describes the model.
+
+    Args:
+        text_only: convert the text model of a folder that holds a vision tower too.
 
     Raises:
         UserError: an argument or the folder cannot be used; `output` is unchanged.
@@ -148,10 +158,13 @@ def from_hf(
     logs.set_up()
     logs.log.info("reading %s", folder)
     found = find_checkpoint(folder) if hub.is_name(folder) else CheckpointFolder(Format.HUGGING_FACE, folder)
-    model = read_model(found.path)
+    model = read_model(found.path, text_only=text_only)
     logs.log.info("%s: %s", folder, _description(model))
-    source = open_folder(found, model)
+    source = HFSource(found.path, model, text_only=text_only)
     origin = origin_of(found, source)
+    if origin is not None and text_only:
+        config = {**read_config(found.path, text_only=True), "architectures": [model.HF_ARCHITECTURE]}
+        origin = origin._replace(files={**origin.files, "config.json": json.dumps(config, indent=2).encode()})
     write_step(source, model, output, format=Format(format), shards=shards or 1, origin=origin, overwrite=overwrite)
 
 

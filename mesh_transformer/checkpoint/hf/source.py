@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
+from mesh_transformer.checkpoint.hf.text_only import text_config, text_tensors
 from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
 from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, TensorSource, parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
@@ -33,20 +34,29 @@ CACHE_BYTES = 1 << 30
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 
 
-def read_model(folder: str) -> ModelConfig:
+def read_model(folder: str, *, text_only: bool = False) -> ModelConfig:
     """The architecture that a folder's config.json describes.
+
+    Args:
+        text_only: read the text model of a folder that holds a vision tower too.
 
     Raises:
         UserError: config.json is missing or unreadable, or describes an unsupported model.
     """
-    return parse_model(_config(folder), f"{folder}/config.json")
+    return parse_model(read_config(folder, text_only=text_only), f"{folder}/config.json")
 
 
-def _config(folder: str) -> dict[str, Any]:
+def read_config(folder: str, *, text_only: bool = False) -> dict[str, Any]:
+    """A folder's config.json, or what it says about the text model.
+
+    Raises:
+        UserError: it is missing or unreadable, or has no text model besides others.
+    """
     path = files.join(folder, "config.json")
     if not files.exists(path):
         raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json")
-    return strict_json.read_object(path)
+    config = strict_json.read_object(path)
+    return text_config(config, path) if text_only else config
 
 
 def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
@@ -59,6 +69,12 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
     keys = ConfigJson(config)
     model_type = keys.take("model_type", default=None)
     try:
+        beside = {family.HF_BESIDE_VISION: name for name, family in families.items()}
+        if isinstance(model_type, str) and model_type in beside:
+            raise UserError(
+                f"model_type is {model_type!r}: this is the text model {beside[model_type]} beside a vision tower, "
+                "which is not supported; from_hf_weights.py --text-only converts the text model alone"
+            )
         if not isinstance(model_type, str) or model_type not in families:
             raise UserError(f"model_type is {model_type!r:.60}: only {', '.join(families)} can be read")
         model = families[model_type].from_hf(keys)
@@ -78,22 +94,24 @@ def _reason(detail: ErrorDetails) -> str:
 class HFSource:
     """The weights in a folder, local or `gs://`, as a `TensorSource`."""
 
-    def __init__(self, folder: str, model: ModelConfig | None = None) -> None:
+    def __init__(self, folder: str, model: ModelConfig | None = None, *, text_only: bool = False) -> None:
         """Read config.json and the headers, and check every name, shape and dtype. Reads no tensor.
 
         Args:
             model: the architecture that the folder must have; None: any.
+            text_only: read the text model of a folder that holds a vision tower too.
 
         Raises:
             UserError: the model is not supported or differs from `model`, or the folder is incomplete or damaged.
         """
-        config = _config(folder)
+        config = read_config(folder, text_only=text_only)
         found = parse_model(config, f"{folder}/config.json")
         if model is not None:
             check_same_architecture(model, found, where=folder)
         self.where, self.model = folder, model or found
         self.counts, self.extra = Counts(0), with_model({}, found)
-        self._stored = _full_names(open_tensors(folder), self.model)
+        stored = open_tensors(folder)
+        self._stored = _full_names(text_tensors(stored, folder) if text_only else stored, self.model)
         self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
