@@ -14,6 +14,7 @@ from mesh_transformer.families import (
     gpt_neox,
     gptj,
     granite,
+    jaxformer,
     llama,
     minimax_m2,
     mistral,
@@ -61,4 +62,5 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "deepseek_v3": deepseek_v3.DeepSeekV3Config,
     "glm4_moe": glm4_moe.Glm4MoeConfig,
     "minimax_m2": minimax_m2.MiniMaxM2Config,
+    "jaxformer": jaxformer.JaxformerConfig,
 }

@@ -14,18 +14,8 @@ from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 
 
-class WithExperts(LlamaLike):
-    """All layers have experts of width d_ff, without shared ones."""
-
-    # training alone uses them
-    HF_IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_jitter_noise")
-    # the module of a layer that holds router and experts, the matrices of an expert (ours and theirs), and the module
-    # of the experts that all tokens share
-    HF_MODULE: ClassVar = "mlp"
-    HF_MATRICES: ClassVar = GATED
-    HF_SHARED: ClassVar = "shared_expert"
-    # the bias of the router
-    HF_ROUTER_BIAS: ClassVar = "gate.e_score_correction_bias"
+class ExpertCounts(ModelConfig):
+    """How many experts a layer has, and how many of them a token goes through."""
 
     n_experts: Annotated[Count, Unit("experts"), Hf("num_experts", "num_local_experts")]
     """experts of a layer; divisible by mesh.ep"""
@@ -52,6 +42,8 @@ class WithExperts(ExpertCounts, LlamaLike):
     HF_MODULE: ClassVar = "mlp"
     HF_MATRICES: ClassVar = GATED
     HF_SHARED: ClassVar = "shared_expert"
+    # the bias of the router
+    HF_ROUTER_BIAS: ClassVar = "gate.e_score_correction_bias"
 
     def router(self) -> Router:
         """The router of all layers that have experts."""

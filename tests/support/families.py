@@ -132,6 +132,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_top_groups": 2,
     },
     "minimax_m2": {"family": "minimax_m2", **_SIZES, **_SHARED, **_EXPERTS, "d_ff": 48, "rotary_dims": 6},
+    # two blocks, each of two layers and one with experts
+    "jaxformer": {
+        "family": "jaxformer",
+        **_SIZES,
+        **_EXPERTS,
+        "layers": 6,
+        "block_layers": 3,
+        "latent_dim": 20,
+        "rotary_dims": 6,
+    },
 }
 # the families that transformers has too
 OF_TRANSFORMERS = [name for name, family in FAMILIES.items() if family.HF_MODEL_TYPE is not None]

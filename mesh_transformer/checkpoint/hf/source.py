@@ -18,7 +18,6 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
-from mesh_transformer.checkpoint.hf.text_only import text_config, text_tensors
 from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
 from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, TensorSource, parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
@@ -56,7 +55,12 @@ def read_config(folder: str, *, text_only: bool = False) -> dict[str, Any]:
     if not files.exists(path):
         raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json")
     config = strict_json.read_object(path)
-    return text_config(config, path) if text_only else config
+    if not text_only:
+        return config
+    # only a conversion needs it
+    from mesh_transformer.checkpoint.hf.text_only import text_config
+
+    return text_config(config, path)
 
 
 def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
@@ -111,7 +115,11 @@ class HFSource:
         self.where, self.model = folder, model or found
         self.counts, self.extra = Counts(0), with_model({}, found)
         stored = open_tensors(folder)
-        self._stored = _full_names(text_tensors(stored, folder) if text_only else stored, self.model)
+        if text_only:
+            from mesh_transformer.checkpoint.hf.text_only import text_tensors
+
+            stored = text_tensors(stored, folder)
+        self._stored = _full_names(stored, self.model)
         self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
