@@ -52,16 +52,19 @@ def block(
     modules = {one.name: module_of(one, width, out_stddev) for one in layer.mechanisms}
     means: dict[str, jax.Array] = {}
     everywhere = ctx._replace(query_index_B=None)
-    for branch in layer.branches:
+    for number, branch in enumerate(layer.branches):
         attends = layer.attention in branch.mechanisms
-        x_BTD = _branch(branch, modules, x_BTD, ctx if attends else everywhere, means)
+        y_BTD = _branch(branch, modules, x_BTD, ctx if attends else everywhere, means)
+        if ctx.dropout is not None:
+            y_BTD = ctx.dropout(y_BTD, number)
+        x_BTD = (ctx.queries(x_BTD) if attends else x_BTD) + y_BTD
     return x_BTD, means
 
 
 def _branch(
     branch: spec.Branch, modules: Mapping[str, BlockModule], x_BTD: jax.Array, ctx: Context, means: Means
 ) -> jax.Array:
-    """x and what a branch adds to it: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
+    """What a branch adds to x: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
     mixed, matrices, added = [], [], []
     for reading in branch.readings:
         parts = [modules[part.mechanism.name] for part in reading.parts]
@@ -90,7 +93,7 @@ def _branch(
         y_BTD = _norm(branch.post, branch.post_name, y_BTD)
     if branch.scale != 1:
         y_BTD = y_BTD * jnp.asarray(branch.scale, y_BTD.dtype)
-    return ctx.queries(x_BTD) + y_BTD
+    return y_BTD
 
 
 def _norm(norm: spec.Norm, name: str, x_BTD: jax.Array) -> jax.Array:

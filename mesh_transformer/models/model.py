@@ -25,7 +25,7 @@ from mesh_transformer.fields import SHARED, WHOLE
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.models.forward import constrain_residual, layers
-from mesh_transformer.models.modules import Context, Means
+from mesh_transformer.models.modules import Context, Dropout, Means
 from mesh_transformer.models.numbers import LayerNumbers, rotation_of, rotations
 from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
 from mesh_transformer.ops.attend import context
@@ -311,6 +311,7 @@ class Model:
         numbers: LayerNumbers,
         query_index_B: jax.Array | None = None,
         dispatch: Dispatch | None = None,
+        dropout: Dropout | None = None,
     ) -> Context:
         """What a layer of a kind reads besides the residual stream.
 
@@ -319,7 +320,7 @@ class Model:
             numbers: the numbers of the layer.
         """
         angles_of_layer = rotation_of(self.decoder, kind.attention.rotary, angles, numbers.rotation)
-        return Context(attend, angles_of_layer, numbers.window, query_index_B, dispatch or Dispatch())
+        return Context(attend, angles_of_layer, numbers.window, query_index_B, dispatch or Dispatch(), dropout)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""

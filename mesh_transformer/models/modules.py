@@ -24,14 +24,47 @@ from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.rotary import Rotation
 from mesh_transformer.ops.tensor_parallel import column
-from mesh_transformer.parallel.sharding import with_axes
+from mesh_transformer.parallel.sharding import constrain, with_axes
 
 ZEROS = hk.initializers.Constant(0.0)
-
+# of JAX's generators, one whose numbers are the same however an array is split
+_GENERATOR = "threefry2x32"
 
 Means = dict[str, jax.Array]
 """Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
 that have the mean."""
+
+
+class Dropout(NamedTuple):
+    """Which numbers of a layer are set to 0 in training (Srivastava et al. 2014).
+
+    The zeros at a position are a function of `noise_BT2` and of their place in the model, so every mesh, pipeline and
+    resumed run has the same.
+    """
+
+    # the share of the numbers that are set to 0
+    rate: float
+    # uint32: the random numbers of each position of each sequence
+    noise_BT2: jax.Array
+    # int32: the layer; -1: the embedding
+    layer: jax.Array | int
+
+    def __call__(self, x_BTD: jax.Array, place: int = 0) -> jax.Array:
+        """x without these numbers, the others divided by 1 - rate; `place` tells apart the places of a layer."""
+
+        def kept(noise_2: jax.Array) -> jax.Array:
+            key = jax.random.wrap_key_data(noise_2, impl=_GENERATOR)
+            for number in (self.layer + 1, place):
+                key = jax.random.fold_in(key, number)
+            return jax.random.bernoulli(key, 1 - self.rate, x_BTD.shape[-1:])
+
+        kept_BTD = constrain(jax.vmap(jax.vmap(kept))(self.noise_BT2), "batch", "block_seq", "act_embed")
+        return jnp.where(kept_BTD, x_BTD / (1 - self.rate), 0).astype(x_BTD.dtype)
+
+
+def noise(seed: int, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`Dropout.noise_BT2` of a step, for tokens of this shape: (*shape, 2)."""
+    return jax.random.bits(jax.random.fold_in(jax.random.key(seed, impl=_GENERATOR), step), (*shape, 2), jnp.uint32)
 
 
 class Context(NamedTuple):
@@ -46,6 +79,8 @@ class Context(NamedTuple):
     query_index_B: jax.Array | None = None
     # how tokens reach routed experts
     dispatch: Dispatch = Dispatch()
+    # None: all numbers are kept
+    dropout: Dropout | None = None
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """The positions of (B, T, ...) that the block returns: all, or one, (B, 1, ...)."""

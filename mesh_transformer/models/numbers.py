@@ -28,6 +28,8 @@ class LayerNumbers(NamedTuple):
     window: Number
     # int32: the index of its rotary encoding among the encodings of its kind; None: no kind has several
     rotation: Number
+    # int32: which layer it is; None: nothing depends on it
+    layer: Number = None
 
 
 def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
@@ -38,15 +40,20 @@ def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
     return tuple(found)
 
 
-def layer_numbers(decoder: Decoder) -> LayerNumbers:
+def layer_numbers(decoder: Decoder, *, counted: bool = False) -> LayerNumbers:
     """The numbers of all layers, as arrays (L,). The windows are None if no layer has one; the rotations are None if
-    every kind has one encoding."""
+    every kind has one encoding.
+
+    Args:
+        counted: with `LayerNumbers.layer`.
+    """
     each = static_numbers(decoder)
     windows = [NO_WINDOW if one.window is None else one.window for one in each]
     rotations = [one.rotation or 0 for one in each]
     return LayerNumbers(
         jnp.asarray(windows, jnp.int32) if any(one.window for one in each) else None,
         jnp.asarray(rotations, jnp.int32) if any(rotations) else None,
+        jnp.arange(len(each)) if counted else None,
     )
 
 

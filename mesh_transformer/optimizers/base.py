@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Le
 
-from mesh_transformer.fields import Count, Group, NonNegative, Positive, Steps, Unit
+from mesh_transformer.fields import Count, Fraction, Group, NonNegative, Positive, Steps, Unit
 from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class OptimizerConfig(Group):
     """length of the whole run"""
     weight_decay: NonNegative = 0.1
     """decoupled weight decay of matrices (not of biases and norms)"""
+    dropout: Fraction = 0.0
+    """share of the numbers that are set to 0 in training, of the embedding and of what each branch of a layer adds (its
+    attention, its feed-forward, or their sum in a layer with both in parallel); the others are divided by 1 - dropout.
+    The zeros depend on model.seed, step, microbatch, sequence, position and layer, and not on the mesh"""
     gradient_accumulation_steps: Annotated[Count, Unit("microbatches")] = 1
     """microbatches per step"""
     clip_norm: Positive = 1.0

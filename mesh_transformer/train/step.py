@@ -19,7 +19,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import Objective, TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import KEPT
-from mesh_transformer.models.modules import Means
+from mesh_transformer.models.modules import Dropout, Means, noise
 from mesh_transformer.models.numbers import LayerNumbers, layer_numbers
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.stack import Kind
@@ -46,16 +46,20 @@ class Batch(NamedTuple):
     """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is
     therefore the weighted mean over all tokens, however they are spread over the microbatches. Where each replica
     computes its part of B on its own, the weights of each part sum to A."""
+    noise: jax.Array | None = None
+    """`Dropout.noise_BT2`; None: no dropout."""
 
     @classmethod
-    def of(cls, tokens_ABT: jax.Array, replicas: int = 1) -> Self:
+    def of(cls, tokens_ABT: jax.Array, replicas: int = 1, noise_ABT2: jax.Array | None = None) -> Self:
         """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens with equal weights. `replicas` compute their parts of B
         on their own."""
         tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
         order = context.order(tokens.shape[-1])
         if order is not None:
             tokens, targets = tokens[..., order], targets[..., order]
-        return cls(tokens, targets, jnp.full(targets.shape, replicas / (targets.shape[-1] * targets.shape[-2])))
+            noise_ABT2 = None if noise_ABT2 is None else noise_ABT2[..., order, :]
+        weights = jnp.full(targets.shape, replicas / (targets.shape[-1] * targets.shape[-2]))
+        return cls(tokens, targets, weights, noise_ABT2)
 
 
 class NoiseAverages(NamedTuple):
@@ -212,7 +216,7 @@ class TrainProgram:
     def _train_step(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[TrainState, Metrics]:
         """One update from tokens (A, B, T + 1) int32. Metrics are float32 scalars named as they are logged."""
         with use(self.partition):
-            gradients, metrics, squares = self._gradients(state.params, state.frozen, tokens_ABT)
+            gradients, metrics, squares = self._gradients(state, tokens_ABT)
         metrics, means = metrics["scalars"], metrics["means"]
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
@@ -241,11 +245,15 @@ class TrainProgram:
             new = _keep_if(finite, new, state)
         return new, metrics | {"skipped": new.skipped}
 
-    def _gradients(self, params: Params, frozen: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
-        """The results of `Schedule.gradients`, from float32 parameters."""
-        params, frozen = self._for_compute(params, self.axes), self._for_compute(frozen, self.frozen_axes)
-        parts = self._parts(self._objective, self._dispatch)
-        return self.schedule.gradients(parts, params, frozen, Batch.of(tokens_ABT, self._replicas))
+    def _gradients(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
+        """The results of `Schedule.gradients`."""
+        params = self._for_compute(state.params, self.axes)
+        frozen = self._for_compute(state.frozen, self.frozen_axes)
+        parts, noise_ABT2 = self._parts(self._objective, self._dispatch), None
+        if self.config.optimizer.dropout:
+            *microbatch, length = tokens_ABT.shape
+            noise_ABT2 = noise(self.config.model.seed, state.step, (*microbatch, length - 1))
+        return self.schedule.gradients(parts, params, frozen, Batch.of(tokens_ABT, self._replicas, noise_ABT2))
 
     def _parts(self, objective: Objective, dispatch: Dispatch) -> Parts:
         """The model's functions and data, with this term of each token in the loss."""
@@ -265,7 +273,7 @@ class TrainProgram:
             metrics=self._metrics,
             sums=self.moments,
             runs=tuple(Run(tuple(kinds[kind.layer] for kind in run.period), run.repeats) for run in self.model.runs),
-            numbers=layer_numbers(self.model.decoder),
+            numbers=layer_numbers(self.model.decoder, counted=self.config.optimizer.dropout > 0),
             kept=KEPT.get(compute.remat),
             unroll=compute.scan_unroll,
             tied=self.model.decoder.tied,
@@ -274,13 +282,22 @@ class TrainProgram:
     def _embed(self, params: Params, batch: Batch) -> Stream:
         positions_1T = self.model.positions(batch.tokens.shape[1])
         x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_1T)
-        return Stream(x_BTD, bias_BHTS, self.model.rotations(positions_1T))
+        dropout = self._dropout(batch.noise, -1)
+        x_BTD = x_BTD if dropout is None else dropout(x_BTD)
+        return Stream(x_BTD, bias_BHTS, (self.model.rotations(positions_1T), batch.noise))
+
+    def _dropout(self, noise_BT2: jax.Array | None, layer: jax.Array | int | None) -> Dropout | None:
+        if noise_BT2 is None or layer is None:
+            return None
+        return Dropout(self.config.optimizer.dropout, noise_BT2, layer)
 
     def _layer(
         self, dispatch: Dispatch, kind: Layer, params: Params, stream: Stream, numbers: LayerNumbers
     ) -> tuple[jax.Array, Means]:
+        angles, noise_BT2 = stream.fixed
+        dropout = self._dropout(noise_BT2, numbers.layer)
         attend = context.attention(stream.learned)
-        ctx = self.model.context(kind, attend, stream.fixed, numbers, dispatch=dispatch)
+        ctx = self.model.context(kind, attend, angles, numbers, dispatch=dispatch, dropout=dropout)
         return self.model.layer(kind, params, stream.x_BTD, ctx)
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
