@@ -32,8 +32,8 @@ HF_ACTIVATIONS: dict[ActivationName, str] = {**{name: name for name in ACTIVATIO
 class ModelConfig(HfKeys):
     """The architecture. Each family extends this group."""
 
-    HF_MODEL_TYPE: ClassVar[str]
-    """`model_type` in config.json."""
+    HF_MODEL_TYPE: ClassVar[str | None] = None
+    """`model_type` in config.json; None: transformers has no such model, and the family needs no other HF_ name."""
     HF_BESIDE_VISION: ClassVar[str | None] = None
     """`model_type` of a config.json that has this model as `text_config`, beside a vision tower."""
     HF_ARCHITECTURE: ClassVar[str]
