@@ -130,7 +130,9 @@ def test_the_order_of_a_table_does_not_matter(tmp_path, monkeypatch, family) -> 
     # two shared experts, which the folder holds as one
     shared = {"shared_d_ff": 80} if family == "deepseek_v2" else {}
     fields = MODELS.get(family, {"family": family, "layers": 2, "pe_rotary_dims": 2})
-    model = FAMILIES[family](**{**fields, **sizes, **shared})
+    # a head has 2 dims
+    narrow = {"pe_rotary_dims": 2} if "pe_rotary_dims" in fields else {}
+    model = FAMILIES[family](**{**fields, **sizes, **shared, **narrow})
     source, rows = hf.MemorySource(hf.random_params(model)), list(model.hf_tensors())
     write_hf(source, model, str(tmp_path / "table"))
     random.Random(family).shuffle(rows)
