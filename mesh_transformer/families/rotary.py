@@ -1,6 +1,7 @@
 """The rotary encoding of the families after GPT-NeoX: its fields, and its keys in config.json."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le
@@ -15,14 +16,18 @@ from mesh_transformer.spec import Rotary, Scaling
 # turns of a frequency in the original context: outside of this range, their logarithm may not be finite
 Turns = Annotated[Real, Ge(1e-6), Le(1e6)]
 
-# the fields that each kind of scaling needs, and the fields that it may have
-_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+Scalings = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+_SCALINGS: Scalings = {
     "none": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_seq",)),
     "yarn": (("factor",), ("original_seq", "beta_fast", "beta_slow", "attention_factor", "truncate")),
 }
-_HF_NAMES = {"original_seq": "original_max_position_embeddings"}
+_HF_NAMES = {
+    "original_seq": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
 
 
 class RotaryConfig(ModelConfig):
@@ -30,6 +35,10 @@ class RotaryConfig(ModelConfig):
 
     # the field of the rotated dims of a head
     ROTARY_FIELD: ClassVar = "d_head"
+    # the values of rotary_scaling: the fields that each needs, then those that it may have
+    SCALINGS: ClassVar[Scalings] = _SCALINGS
+    # other names of their kinds in config.json
+    HF_SCALINGS: ClassVar[Mapping[str, str]] = {}
 
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
@@ -56,14 +65,16 @@ class RotaryConfig(ModelConfig):
     @model_validator(mode="after")
     def _check_rotary(self) -> Self:
         self.check_rotary(self.ROTARY_FIELD, self._rotary_dims)
-        needed, optional = _FIELDS[self.rotary_scaling]
-        for name in sorted({name for fields in _FIELDS.values() for names in fields for name in names}):
+        needed, optional = self.SCALINGS[self.rotary_scaling]
+        known = {**_SCALINGS, **self.SCALINGS}
+        for name in sorted({name for fields in known.values() for names in fields for name in names}):
             given = self._scaling_field(name) is not None
             if given and name not in (*needed, *optional):
+                kinds = [kind for kind, fields in self.SCALINGS.items() if name in sum(fields, ())]
+                instead = f", or set model.rotary_scaling to {' or '.join(kinds)}" if kinds else ""
                 raise UserError(
-                    f"model.rotary_{name} has no effect with model.rotary_scaling {self.rotary_scaling}: remove it, or "
-                    "set model.rotary_scaling to "
-                    f"{' or '.join(kind for kind, fields in _FIELDS.items() if name in sum(fields, ()))}"
+                    f"model.rotary_{name} has no effect with model.rotary_scaling {self.rotary_scaling}: remove it"
+                    f"{instead}"
                 )
             if not given and name in needed:
                 raise UserError(f"model.rotary_scaling {self.rotary_scaling} needs model.rotary_{name}: set it")
@@ -86,12 +97,13 @@ class RotaryConfig(ModelConfig):
 
     def rotary(self) -> Rotary:
         """The rotary encoding of all layers."""
-        return Rotary(dims=self._rotary_dims, style="halves", base=self.rotary_base, scaling=self._scaling())
+        return Rotary(dims=self._rotary_dims, style="halves", base=self.rotary_base, scaling=self.scaling())
 
-    def _scaling(self) -> Scaling | None:
+    def scaling(self) -> Scaling | None:
+        """How the frequencies are lowered."""
         if self.rotary_scaling == "none":
             return None
-        names = [name for names in _FIELDS[self.rotary_scaling] for name in names]
+        names = [name for names in self.SCALINGS[self.rotary_scaling] for name in names]
         given = {name: value for name in names if (value := self._scaling_field(name)) is not None}
         given.setdefault("original_seq", self.seq)
         if self.rotary_scaling == "yarn":
@@ -141,9 +153,11 @@ class RotaryConfig(ModelConfig):
             raise UserError(f"rope_parameters is {values!r:.60}: expected an object")
         rope = ConfigJson({**{name: value for name, value in given.items() if value is not None}, **values})
         kind = rope.take("rope_type", "type", default="default")
-        scaling = "none" if kind == "default" else kind
-        if not isinstance(scaling, str) or scaling not in _FIELDS:
-            raise UserError(f"rope_type is {kind!r:.60}: only default, linear, llama3 and yarn are supported")
+        scaling = {"default": "none", **cls.HF_SCALINGS}.get(kind, kind) if isinstance(kind, str) else ""
+        if scaling not in cls.SCALINGS:
+            names = ["default", *(name for name in cls.SCALINGS if name != "none")]
+            known = f"{', '.join(names[:-1])} and {names[-1]} are"
+            raise UserError(f"rope_type is {kind!r:.60}: only {known} supported")
         part = rope.number("partial_rotary_factor", default=cls.HF_DEFAULTS.get("partial_rotary_factor", 1.0), most=1)
         fields: JsonObject = {
             **cls.part_from_hf(part, others),
@@ -151,7 +165,7 @@ class RotaryConfig(ModelConfig):
             "rotary_scaling": scaling,
         }
         mscale, all_dims = (rope.number(name, default=None, zero=True) for name in ("mscale", "mscale_all_dim"))
-        for name in [name for names in _FIELDS[scaling] for name in names]:
+        for name in [name for names in cls.SCALINGS[scaling] for name in names]:
             take = rope.number if name == "factor" else rope.take
             fields[f"rotary_{name}"] = take(_HF_NAMES.get(name, name), default=None)
         fields |= cls.mscales_from_hf(fields, mscale, all_dims)
@@ -175,8 +189,8 @@ class RotaryConfig(ModelConfig):
     def rotary_to_hf(self) -> JsonObject:
         """The keys of config.json for the rotary fields, for transformers 5 and for earlier versions."""
         kind = "default" if self.rotary_scaling == "none" else self.rotary_scaling
-        values: JsonObject = {"rope_type": kind}
-        for name in [name for names in _FIELDS[self.rotary_scaling] for name in names]:
+        values: dict[str, Any] = {"rope_type": kind}
+        for name in [name for names in self.SCALINGS[self.rotary_scaling] for name in names]:
             if (value := self._scaling_field(name)) is not None:
                 values[_HF_NAMES.get(name, name)] = value
         return {

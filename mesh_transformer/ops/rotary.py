@@ -111,8 +111,12 @@ def _yarn(rotary: Rotary, scaling: Scaling, powers_R: np.ndarray) -> np.ndarray:
     return 1 / (np.float32(scaling.factor) * powers_R) * (1 - kept) + 1 / powers_R * kept
 
 
+def _longrope(_: Rotary, scaling: Scaling, powers_R: np.ndarray) -> np.ndarray:
+    return 1 / (np.asarray(scaling.factors, np.float32) * powers_R)
+
+
 # the kinds of Scaling
-_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
 
 
 def _pair_with_turns(rotary: Rotary, scaling: Scaling, turns: float) -> float:

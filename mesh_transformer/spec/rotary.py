@@ -8,13 +8,14 @@ from typing import Literal
 class Scaling:
     """How the frequencies of rotary encoding are lowered for contexts that are longer than `original_seq`.
 
-    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only frequencies with fewer than
-    `low_freq_factor` turns in `original_seq` positions; frequencies with more than `high_freq_factor` turns stay, with
-    a ramp in between (Llama 3.1). yarn: as llama3, with a ramp over the dims from `beta_slow` to `beta_fast` turns, and
-    sines and cosines are multiplied by `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
+    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only the low ones, those with fewer than
+    `low_freq_factor` turns in `original_seq` positions; those with more than `high_freq_factor` turns stay (Llama 3.1).
+    yarn: the same with a ramp from `beta_slow` to `beta_fast` turns, and sines and cosines are multiplied by
+    `attention_factor` (Peng et al. 2023, arXiv:2309.00071). longrope: each by its own of `factors`, with the same
+    `attention_factor` (Ding et al. 2024, arXiv:2402.13753).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_seq: int
     low_freq_factor: float = 1.0
@@ -24,6 +25,7 @@ class Scaling:
     # the ends of yarn's ramp are whole numbers of dims
     truncate: bool = True
     attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ MESHES = {
 DEVICES = {"pp4": 4, "interleaved_pp2_tp2": 4, "interleaved_pp2_fsdp2_per_step": 4}
 # qwen2: grouped heads, windows in some layers, a table that embedding and head share
 FILES = ("train/pipeline.py", "train/pipeline_forward.py", "train/schedule.py", "parallel/pipeline.py")
+# six layers, three a stage: the layers differ in numbers, without a period that a stage has
+NUMBERS = {"gemma3": {"full_every": 4}, "smollm3": {"no_rotary_every": 4}}
 FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2"]
 
 
@@ -31,3 +33,12 @@ FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2"]
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     model = {**SMALL[family], "layers": 4}
     assert_equals_one_device(model, *MESHES[mesh], devices=DEVICES.get(mesh, 8), remat="full", microbatches=6)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    sampled(NUMBERS, ("pp2_fsdp2_tp2", "pp2_cp2_tp2"), seconds=40, files=(*FILES, "models/numbers.py")),
+)
+def test_stages_with_an_odd_number_of_layers_that_differ(family: str, mesh: str) -> None:
+    model = {**SMALL[family], "layers": 6, **NUMBERS[family]}
+    assert_equals_one_device(model, *MESHES[mesh], remat="full", microbatches=4)

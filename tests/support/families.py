@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **_SHARED,
         "layers": 4,
         "window": 7,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "full_every": 2,
         "rotary_scaling": "yarn",
         "rotary_factor": 4.0,
         "rotary_original_seq": 16,

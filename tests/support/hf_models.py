@@ -193,6 +193,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**BASE, **rope(partial_rotary_factor=0.75), "num_key_value_heads": 2, "sliding_window": 9},
     ),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            **BASE,
+            **rope(
+                "longrope",
+                short_factor=[1.0, 1.1, 1.2, 1.3, 1.4],
+                long_factor=[1.5, 2.5, 3.5, 5.0, 7.0],
+                partial_rotary_factor=0.75,
+            ),
+            # prompts are longer
+            "original_max_position_embeddings": 40,
+            "num_key_value_heads": 3,
+        },
+    ),
     "codegen": ("CodeGen", {**_GPT2, "rotary_dim": 10}),
     "opt": (
         "OPT",

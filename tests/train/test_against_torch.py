@@ -24,8 +24,8 @@ OPTIMIZER = {
     "gradient_accumulation_steps": ACCUMULATION,
     "total_steps": STEPS,
 }
-# their loss has no term that balances experts
-EXPERTS = {"balance_loss": 0.0, "z_loss": 0.0}
+# their loss has no term that balances experts, and nothing changes the biases of routers
+EXPERTS = {"balance_loss": 0.0, "z_loss": 0.0, "bias_rate": 0.0}
 MODELS = (
     *("gpt_neox", "gpt2", "llama3_tied", "qwen2", "gemma2", "qwen2_moe", "deepseek_v2_groups"),
     *("smollm3", "gemma3", "olmo2", "glm4_moe"),

@@ -101,6 +101,7 @@ def scalings(model: Any) -> list[str | None]:
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 
 
@@ -155,8 +156,24 @@ def test_one_base_of_an_earlier_olmo3_is_that_of_all_layers() -> None:
         ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: expected a number above 0 and at most"),
         ("glm4", {"partial_rotary_factor": 0.33}, "model.rotary_dims 5 must be even and at most model.d_head 16"),
         ("glm4_moe", {"n_group": 3}, "model.router_groups 3 must divide model.n_experts 128"),
-        ("phi3", {"rope_scaling": YARN}, "rope_type is 'yarn': only default is supported in this family"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope': only default"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "linear"}},
+            "rope_type is 'linear': only default and longrope are supported",
+        ),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rotary_scaling longrope needs model.rotary_long_factors"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [1.0]}}, "rotary_long_factors has 1 entries for .* give 8,"),
+        (
+            "phi3",
+            {"rope_scaling": {**LONG, "short_factor": [0.0] * 8}},
+            "rotary_short_factors.0: Input should be great",
+        ),
+        ("phi3", {"rope_scaling": {**LONG, "factor": 4.0}}, "'factor' is 4.0: this key is unknown"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_type is 'longrope': only default, linear, llama3 and ya",
+        ),
         (
             "minimax_m2",
             {"rotary_dim": 8, "partial_rotary_factor": 0.25},
@@ -179,6 +196,28 @@ def test_one_base_of_an_earlier_olmo3_is_that_of_all_layers() -> None:
 def test_keys_of_layers_that_differ_are_checked(model_type, keys, reason) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{reason}"):
         read(model_type, **keys)
+
+
+@pytest.mark.parametrize(("seq", "factors"), [(4096, (1.0,) * 8), (4097, (2.0,) * 8)])
+def test_the_context_selects_the_factors_of_longrope(seq, factors) -> None:
+    """transformers selects them by the length of each call; a cache would then hold keys of both."""
+    keys = {**SIZES, "max_position_embeddings": 131072, "rope_scaling": LONG}
+    model = parse_model({"model_type": "phi3", **keys}, "config.json")
+    # sqrt(1 + ln(32) / ln(4096))
+    assert model.rotary_attention_factor == pytest.approx(1.1902380714238083)
+    shorter = model.model_copy(update={"seq": seq})
+    scaling = shorter.decoder().layers[0].attention.rotary.scaling
+    assert scaling.factors == factors
+    assert scaling.attention_factor == model.rotary_attention_factor
+    assert written(model) == model
+
+
+def test_fields_of_other_scalings_are_refused() -> None:
+    base = {"family": "phi3", "layers": 2, "d_model": 64, "n_heads": 4, "n_vocab": 99}
+    with pytest.raises(UserError, match="model.rotary_factor has no effect with model.rotary_scaling none: remove it$"):
+        parse_config({"model": {**base, "rotary_factor": 2.0}})
+    with pytest.raises(UserError, match="rotary_scaling"):
+        parse_config({"model": {**base, "rotary_scaling": "yarn", "rotary_factor": 2.0}})
 
 
 # ---- layers without rotary encoding, and parts of heads ----
