@@ -1,6 +1,7 @@
 """Model families as data. A family is one file in this folder and one line here."""
 
 from mesh_transformer.families import (
+    bloom,
     codegen,
     deepseek_v2,
     deepseek_v3,
@@ -54,6 +55,7 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "phi3": phi3.Phi3Config,
     "codegen": codegen.CodeGenConfig,
     "opt": opt.OptConfig,
+    "bloom": bloom.BloomConfig,
     "mixtral": mixtral.MixtralConfig,
     "olmoe": olmoe.OlmoeConfig,
     "qwen2_moe": qwen2_moe.Qwen2MoeConfig,

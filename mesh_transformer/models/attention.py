@@ -15,8 +15,7 @@ from einops import rearrange
 from mesh_transformer import spec
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
-from mesh_transformer.ops.linear import add_bias
-from mesh_transformer.ops.rotary import Rotation, rotate
+from mesh_transformer.ops.rotary import Rotation, rotate, with_positions
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain
 
@@ -55,10 +54,12 @@ class SelfAttention:
             q, k = self._normed(q, k)
         if a.clip is not None:
             q, k, v = (jnp.clip(x, -a.clip, a.clip) for x in (q, k, v))
-        if a.rotary and ctx.rotation:
+        scale = 1 / np.sqrt(a.head_dim) if a.scale is None else a.scale
+        if a.rotary and ctx.rotation and a.rotary.style == "alibi":
+            q, k = with_positions(q, k, ctx.rotation, scale)
+        elif a.rotary and ctx.rotation:
             angles_q = Rotation(*map(ctx.queries, ctx.rotation))
             q, k = rotate(q, angles_q, a.rotary.style), rotate(k, ctx.rotation, a.rotary.style)
-        scale = 1 / np.sqrt(a.head_dim) if a.scale is None else a.scale
         mixed = ctx.attend(q, k, v, scale=scale, window=ctx.window, softcap=a.softcap)
         return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h k -> b t (h k)")
 

@@ -33,6 +33,8 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
     x_BTD = token_table(d)(tokens_BT)
     if d.embed_scale != 1:
         x_BTD = x_BTD * jnp.asarray(d.embed_scale, x_BTD.dtype)
+    if d.embed_norm is not None:
+        x_BTD = Norm(d.embed_norm, name="norm")(x_BTD)
     if d.learned_positions:
         table = PositionTable(d.unused_positions + d.seq, d.d_model, name="positions")
         x_BTD = x_BTD + table(d.unused_positions + positions_BT)

@@ -13,6 +13,9 @@ import numpy as np
 
 from mesh_transformer.spec import Rotary, Scaling
 
+# A position is high x DIGIT + low: bfloat16 has all numbers up to it.
+DIGIT = 256
+
 
 class Rotation(NamedTuple):
     """The angles of each position: sines and cosines, float32 (B, T, R / 2), or (B, T, H, R / 2) where heads have
@@ -28,7 +31,9 @@ def rotation(rotary: Rotary, positions_BT: jax.Array, n_positions: int) -> Rotat
     In float32 they are computed from the positions, as transformers does. In float64, as the original GPT-J has them,
     they are looked up in tables.
     """
-    positions_BT = positions_BT + rotary.first
+    if rotary.style == "alibi":
+        high, low = jnp.divmod(positions_BT[..., None], DIGIT)
+        return Rotation(high.astype(jnp.float32), low.astype(jnp.float32))
     if rotary.precision == "float64":
         theta = np.arange(n_positions + rotary.first, dtype=np.float64)[:, None] * frequencies(rotary)
         sin, cos = (jnp.asarray(table.astype(np.float32)) for table in (np.sin(theta), np.cos(theta)))
@@ -66,6 +71,28 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
     rotated = first * cos - second * sin, second * cos + first * sin
     head = join(rotated, axis=-1).reshape(head.shape)
     return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
+
+
+def with_positions(q_BTHK: jax.Array, k_BTJK: jax.Array, keys: Rotation, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys with two more dims, whose products, times `scale`, are slope x position of the key (ALiBi).
+
+    As the softmax does not change when a number is added to all logits of a query, this is the slope times the
+    distance.
+    """
+    batch, length, heads = q_BTHK.shape[:3]
+    slopes = np.outer(alibi_slopes(heads), (DIGIT, 1)) / scale
+    more_q = jnp.broadcast_to(jnp.asarray(slopes, q_BTHK.dtype), (batch, length, heads, 2))
+    digits_BT12 = jnp.concatenate(keys, axis=-1)[:, :, None].astype(k_BTJK.dtype)
+    more_k = jnp.broadcast_to(digits_BT12, (*k_BTJK.shape[:3], 2))
+    return jnp.concatenate([q_BTHK, more_q], axis=-1), jnp.concatenate([k_BTJK, more_k], axis=-1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """A geometric series for a power of two, 2^(-8 / heads) and so on; for other numbers, that of the next lower power
+    and every second number of the series of twice that power."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
 
 
 def frequencies(rotary: Rotary) -> np.ndarray:

@@ -36,8 +36,9 @@ class Attention(Attends):
     @property
     def keys_and_values(self) -> tuple[CacheEntry, CacheEntry]:
         """See `Attends`."""
-        entry = CacheEntry(self.kv_name, self.kv_heads, self.head_dim)
-        return entry, entry
+        added = self.rotary.dims if self.rotary is not None and self.rotary.style == "alibi" else 0
+        key, value = (CacheEntry(self.kv_name, self.kv_heads, self.head_dim + more) for more in (added, 0))
+        return key, value
 
     @property
     def maps(self) -> tuple[tuple[str, str, int], ...]:

@@ -33,6 +33,8 @@ class Decoder:
     embed_bias: bool = False
     # the token embeddings are multiplied by this number
     embed_scale: float = 1.0
+    # a norm of the embedding
+    embed_norm: Norm | None = None
     learned_positions: bool = False
     # the first rows of their table, which no position has
     unused_positions: int = 0
@@ -153,6 +155,8 @@ class Decoder:
         arrays = {"tokens/w": Array(("vocab", "embed"), (self.padded_vocab, self.d_model))}
         if self.embed_bias:
             arrays["tokens/b"] = Array(("embed",), (self.d_model,))
+        if self.embed_norm is not None:
+            arrays |= below("norm", self.embed_norm.arrays("embed", self.d_model))
         if self.learned_positions:
             arrays["positions/w"] = Array((None, "embed"), (self.unused_positions + self.seq, self.d_model))
         if self.relative_bias:

@@ -32,14 +32,16 @@ class Scaling:
 class Rotary:
     """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
 
-    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). The product
-    position * frequency is computed in `precision`: float32 in transformers, float64 in the original GPT-J. With an odd
-    number of dims, one dim more is rotated. Without a base all angles are 0: nothing is rotated. The first token has
-    position `first`.
+    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
+    is that of position * frequency: float32 in transformers, float64 in the original GPT-J. With an odd number of dims,
+    one dim more is rotated. Without a base all angles are 0: nothing is rotated.
+
+    alibi: nothing is rotated. A head adds its slope times the position of a key to the product of a query with it
+    (Press et al. 2021, arXiv:2108.12409). The position is two more dims of each key, of one digit each.
     """
 
     dims: int
-    style: Literal["pairs", "halves"]
+    style: Literal["pairs", "halves", "alibi"]
     base: float | None = 10000.0
     precision: Literal["float32", "float64"] = "float32"
     scaling: Scaling | None = None

@@ -73,6 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"family": "phi3", **_SIZES, **_SHARED, "window": 9, "rotary_dims": 6},
     "codegen": {"family": "codegen", **_SIZES, "pe_rotary_dims": 4},
     "opt": {"family": "opt", **_SIZES},
+    "bloom": {"family": "bloom", **_SIZES},
     "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
     "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
     # layers with and without experts in turn

@@ -220,6 +220,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_dim": 118,
         },
     ),
+    # 6 heads have the slopes of 4 and two of 8
+    "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 84, "n_layer": 3, "n_head": 6, "seq_length": SEQ}),
     "mixtral": (
         "Mixtral",
         {
