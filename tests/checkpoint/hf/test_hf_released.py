@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from mesh_transformer.checkpoint.hf.source import parse_model
+from mesh_transformer.config import parse_config
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 _ALL = {"architectures": ["x"], "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.57.0"}
@@ -301,6 +302,29 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"family": "codegen", "pe_rotary_dims": 32, "d_ff": 4096},
     ),
+    "bloom-560m": (
+        {
+            "model_type": "bloom",
+            "apply_residual_connection_post_layernorm": False,
+            "attention_softmax_in_fp32": True,
+            "bias_dropout_fusion": True,
+            "hidden_dropout": 0.0,
+            "hidden_size": 1024,
+            "layer_norm_epsilon": 1e-05,
+            "masked_softmax_fusion": True,
+            "n_head": 16,
+            "n_inner": None,
+            "n_layer": 24,
+            "offset_alibi": 100,
+            "pretraining_tp": 1,
+            "seq_length": 2048,
+            "skip_bias_add": True,
+            "skip_bias_add_qkv": False,
+            "unk_token_id": 0,
+            "vocab_size": 250880,
+        },
+        {"family": "bloom", "seq": 2048, "n_heads": 16, "d_ff": 4096},
+    ),
     "opt-125m": (
         {
             "model_type": "opt",
@@ -347,3 +371,21 @@ def test_transformers_reads_what_is_written(name) -> None:
     )
     compared = [key for key in known if not key.endswith(("_token_id", "dropout"))]
     assert {key: ours[key] for key in compared} == {key: original[key] for key in compared}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_parameters_are_counted(name) -> None:
+    """As many as transformers makes. The estimates of preflight are sums over the same arrays."""
+    import torch
+    import transformers
+
+    keys, _ = RELEASED[name]
+    model = parse_model({**_ALL, **keys}, "config.json")
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**keys))
+    buffers = [buffer for key, buffer in theirs.named_buffers() if key.endswith("correction_bias")]
+    expected = sum(one.numel() for one in [*theirs.parameters(), *buffers])
+    whole = parse_config({"model": {**model.model_dump(exclude_none=True), "vocab_multiple": 1}}).model.decoder()
+    found = sum(array.size for array in whole.arrays().values())
+    # biases that only our GPT-J has: of the embedding
+    assert found - expected == (model.d_model if name == "codegen-350m" else 0)
