@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
+from mesh_transformer.families.hf_keys import ConfigJson, Hf
 from mesh_transformer.families.llama import fused_rows
 from mesh_transformer.families.mistral import MistralLike
 from mesh_transformer.families.rotary import PartlyRotary

@@ -15,6 +15,7 @@ from einops import rearrange
 from mesh_transformer import spec
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
+from mesh_transformer.ops.linear import add_bias
 from mesh_transformer.ops.rotary import Rotation, rotate, with_positions
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain

@@ -31,6 +31,7 @@ def rotation(rotary: Rotary, positions_BT: jax.Array, n_positions: int) -> Rotat
     In float32 they are computed from the positions, as transformers does. In float64, as the original GPT-J has them,
     they are looked up in tables.
     """
+    positions_BT = positions_BT + rotary.first
     if rotary.style == "alibi":
         high, low = jnp.divmod(positions_BT[..., None], DIGIT)
         return Rotation(high.astype(jnp.float32), low.astype(jnp.float32))

@@ -8,11 +8,11 @@ from typing import Literal
 class Scaling:
     """How the frequencies of rotary encoding are lowered for contexts that are longer than `original_seq`.
 
-    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only the low ones, those with fewer than
-    `low_freq_factor` turns in `original_seq` positions; those with more than `high_freq_factor` turns stay (Llama 3.1).
-    yarn: the same with a ramp from `beta_slow` to `beta_fast` turns, and sines and cosines are multiplied by
-    `attention_factor` (Peng et al. 2023, arXiv:2309.00071). longrope: each by its own of `factors`, with the same
-    `attention_factor` (Ding et al. 2024, arXiv:2402.13753).
+    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only frequencies with fewer than
+    `low_freq_factor` turns in `original_seq` positions; frequencies with more than `high_freq_factor` turns stay, with
+    a ramp in between (Llama 3.1). yarn: as llama3, with a ramp over the dims from `beta_slow` to `beta_fast` turns, and
+    sines and cosines are multiplied by `attention_factor` (Peng et al. 2023, arXiv:2309.00071). longrope: each
+    frequency by its own number in `factors`, with `attention_factor` too (Ding et al. 2024, arXiv:2402.13753).
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -32,9 +32,10 @@ class Scaling:
 class Rotary:
     """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
 
-    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
-    is that of position * frequency: float32 in transformers, float64 in the original GPT-J. With an odd number of dims,
-    one dim more is rotated. Without a base all angles are 0: nothing is rotated.
+    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). The product
+    position * frequency is computed in `precision`: float32 in transformers, float64 in the original GPT-J. With an odd
+    number of dims, one dim more is rotated. Without a base all angles are 0: nothing is rotated. The first token has
+    position `first`.
 
     alibi: nothing is rotated. A head adds its slope times the position of a key to the product of a query with it
     (Press et al. 2021, arXiv:2108.12409). The position is two more dims of each key, of one digit each.

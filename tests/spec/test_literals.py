@@ -19,7 +19,8 @@ TABLES: dict[str, list[dict[str, Any]]] = {
     "Dense.activation": [feed_forward._ACTIVATIONS],
     "Experts.activation": [feed_forward._ACTIVATIONS],
     "Norm.kind": [modules._NORMS],
-    "Rotary.style": [rotary._STYLES],
+    # alibi rotates nothing
+    "Rotary.style": [{**rotary._STYLES, "alibi": rotary.with_positions}],
     "Router.group_score": [routing._GROUP_SCORES],
     "Router.scores": [routing._SCORES],
     # a config may also have no scaling
