@@ -43,12 +43,12 @@ def _compiled(mesh: str) -> jax.stages.Compiled:
 def _gradients(mesh: str | None):
     run = _on(mesh) if mesh else program(TINY)
 
-    def gradients(params, tokens):
+    def gradients(state, tokens):
         with use(run.partition):
-            return run._gradients(params, {}, tokens)
+            return run._gradients(state, tokens)
 
-    params = run.init(jax.random.key(1)).params
-    return jax.device_get((params, *jax.jit(gradients)(params, TOKENS)))
+    state = run.init(jax.random.key(1))
+    return jax.device_get((state.params, *jax.jit(gradients)(state, TOKENS)))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -11,10 +11,13 @@ import pytest
 import mesh_transformer
 from mesh_transformer import spec
 from mesh_transformer.families import rotary as families_rotary
+from mesh_transformer.families.phi3 import Phi3Config
 from mesh_transformer.models import feed_forward, modules
 from mesh_transformer.ops import rotary
 from mesh_transformer.ops.experts import routing
 
+# a config may also have no scaling
+SCALINGS = {key: row for key, row in {**families_rotary._SCALINGS, **Phi3Config.SCALINGS}.items() if key != "none"}
 TABLES: dict[str, list[dict[str, Any]]] = {
     "Dense.activation": [feed_forward._ACTIVATIONS],
     "Experts.activation": [feed_forward._ACTIVATIONS],
@@ -23,8 +26,7 @@ TABLES: dict[str, list[dict[str, Any]]] = {
     "Rotary.style": [{**rotary._STYLES, "alibi": rotary.with_positions}],
     "Router.group_score": [routing._GROUP_SCORES],
     "Router.scores": [routing._SCORES],
-    # a config may also have no scaling
-    "Scaling.kind": [rotary._SCALED, {key: row for key, row in families_rotary._FIELDS.items() if key != "none"}],
+    "Scaling.kind": [rotary._SCALED, SCALINGS],
 }
 NO_TABLE = {
     "Array.role": "estimates and fusion ask for single roles",
