@@ -47,7 +47,8 @@ def new_model(name: str) -> Any:
     family, keys = VARIANTS[name]
     kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(SEED)
-    return getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**keys))
+    model = getattr(transformers, kind)
+    return model(model.config_class(**keys))
 
 
 def save(
