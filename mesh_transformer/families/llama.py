@@ -46,7 +46,7 @@ class LlamaLike(RotaryConfig):
     HF_FIXED: ClassVar = {"hidden_act": Only("silu", "swish")}
     HF_WRITTEN: ClassVar = {"attention_dropout": 0.0}
     ACTIVATION: ClassVar[Activation] = "silu"
-    # one matrix holds those of gate and in
+    # one matrix holds the rows of gate and in
     HF_FUSED_GATE: ClassVar = False
 
     n_kv_heads: Annotated[Heads, Derived("n_heads"), Hf("num_key_value_heads", null=True)] = 0

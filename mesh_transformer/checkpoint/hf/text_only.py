@@ -8,7 +8,7 @@ from mesh_transformer.logs import log
 
 T = TypeVar("T")
 
-# the beginnings of the text model's names, on the hub and in files of transformers 5, and those of its own folder
+# how names of the text model begin, on the hub and in files of transformers 5; and how they begin in its own folder
 _NAMES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
