@@ -21,9 +21,9 @@ class JaxformerConfig(ExpertCounts):
     family: Literal["jaxformer"] = "jaxformer"
     """model family: a file in mesh_transformer/families"""
     block_layers: Layers = 6
-    """layers of a block, of which the last has experts and no rotary encoding; divides model.layers"""
+    """layers of a block; the last one has experts and no rotary encoding; divides model.layers"""
     latent_dim: Dims
-    """width of the latent from which the queries are made, and of that from which keys and values are made"""
+    """width of each of the two latents: queries are made from one, keys and values from the other"""
     rotary_dims: Dims
     """dims that are rotated in a head of queries and keys, besides the d_head others; keys share them between heads"""
     norm_eps: Positive = 1e-6

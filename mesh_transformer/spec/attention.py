@@ -47,7 +47,7 @@ class Attention(Attends):
         return ("q", "heads", self.heads), ("k", self.kv_name, self.kv_heads), ("v", self.kv_name, self.kv_heads)
 
     def arrays(self, width: int) -> Arrays:
-        """See `Mechanism`: those of `maps`, the output o, and the norms of q and k."""
+        """See `Mechanism`: the arrays of `maps`, the output o, and the norms of q and k."""
         arrays: dict[str, Array] = {}
         for name, axis, heads in self.maps:
             arrays |= below(name, linear(("embed", axis), width, heads * self.head_dim, "input", bias=self.bias))
@@ -144,8 +144,8 @@ class LatentAttention(FromLatents):
 class JointLatentAttention(FromLatents):
     """The latent attention of JAXformer (Makkar et al. 2025): no norm of a latent, and biases on all maps.
 
-    The rotated dims of q and k are made of both latents together, that of q, of `q_rank` dims, and that of keys and
-    values. `rotary` is that of the queries of all heads together, as if they were one head: a head has
+    The rotated dims of q and k are made from both latents together: the one of q, of `q_rank` dims, and the one of keys
+    and values. `rotary` encodes the queries of all heads together, as if they were one head: a head has
     rotary.dims / heads of its dims, and k the angles of every heads-th pair. So queries and keys turn at other rates,
     and attention depends on more than distances. Without `rotary`, no dims are rotated.
     """
