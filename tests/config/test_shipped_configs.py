@@ -25,6 +25,8 @@ INTENDED = {
     "moe_tiny_shakespeare.json": (8, 32),
     "jaxformer_949M.json": (32, 256),
     "jaxformer_mla_967M.json": (32, 256),
+    "jaxformer_tiny_shakespeare.json": (8, 32),
+    "jaxformer_mla_tiny_shakespeare.json": (8, 32),
 }
 # GPT-3's table 2.1: layers, width, heads, learning rate
 GPT3 = {
