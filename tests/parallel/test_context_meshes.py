@@ -13,7 +13,7 @@ DEVICES = {"cp4": 4}
 MODES = ["zigzag", "ring", "ulysses", "gather"]
 FILES = ("ops/attend/context.py", "ops/attend/ring.py")
 REMAT = ["full", "save_attn", "save_matmuls"]
-FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2", "mistral", "deepseek_v2"]
+FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2", "mistral", "deepseek_v2", "bloom"]
 
 
 @pytest.mark.slow

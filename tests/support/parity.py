@@ -28,6 +28,9 @@ _TOKENS = np.random.default_rng(0).integers(0, 16, (STEPS, 6 * ROWS, 41)).astype
 _EVALUATED = 2 * ROWS
 # float32 sums in another order; the gradient noise scale is a difference of two nearly equal numbers
 CLOSE, CLOSE_NOISE = 1e-5, 1e-4
+# A gradient below this share of the model's largest one is a rounding error of zero: the gradient of the bias of keys,
+# where keys are not rotated, is a sum that cancels. Measured: 1e-9.
+ZERO = 1e-8
 _EXACT = ("train/loss", "train/last_loss", "train/grad_norm", "train/param_norm")
 _NOISE = ("noise/G_noise", "noise/S_noise", "noise/B_simple")
 
@@ -94,8 +97,9 @@ def assert_equals_one_device(
     seed, (one_params, one_gradient, one_steps, one_validation) = one
     params, gradient, steps, validation = trained(run, seed)
     jax.tree.map(np.testing.assert_array_equal, params, one_params)
+    zero = ZERO * max(np.abs(one).max() for one in jax.tree.leaves(one_gradient))
     jax.tree.map(
-        lambda ours, one: np.testing.assert_allclose(ours, one, rtol=0, atol=CLOSE * np.abs(one).max()),
+        lambda ours, one: np.testing.assert_allclose(ours, one, rtol=0, atol=_tolerance(one, zero)),
         gradient,
         one_gradient,
     )
@@ -108,3 +112,8 @@ def assert_equals_one_device(
     for name, value in one_validation.items():
         np.testing.assert_allclose(validation[name], value, rtol=CLOSE, err_msg=name)
     return run
+
+
+def _tolerance(one: np.ndarray, zero: float) -> float:
+    largest = float(np.abs(one).max())
+    return 2 * zero if largest < zero else CLOSE * largest
