@@ -60,7 +60,7 @@ class BloomConfig(Gpt2Like):
         return super().to_hf()
 
     def hf_tensors(self) -> list[Tensor]:
-        """See `ModelConfig`. The rows of the fused matrix are those of the first head, of the second ..."""
+        """See `ModelConfig`. The fused matrix has the rows of the first head, then of the second, and so on."""
         block, head = "transformer.h.{}.", "lm_head.weight"
         copy = head if self.tied_head else None
         rows = [Tensor("embed/tokens/w", "transformer.word_embeddings.weight", vocab_axis=0, copy=copy)]

@@ -231,7 +231,7 @@ class PartlyRotary(RotaryConfig):
 
 
 def part_of_head(dims: int, d_head: int) -> float:
-    """The part of a head of which transformers rotates `dims` dims. It rounds down: a rounding error would cost one
+    """The part of a head in which transformers rotates `dims` dims. It rounds down: a rounding error would cost one
     dim."""
     part = dims / d_head
     return math.nextafter(part, 1) if int(d_head * part) < dims else part

@@ -89,8 +89,8 @@ def with_positions(q_BTHK: jax.Array, k_BTJK: jax.Array, keys: Rotation, scale: 
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """A geometric series for a power of two, 2^(-8 / heads) and so on; for other numbers, that of the next lower power
-    and every second number of the series of twice that power."""
+    """A geometric series for a power of two, 2^(-8 / heads) and so on; for other numbers, the series of the next lower
+    power, and every second number of the series of twice this power."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
