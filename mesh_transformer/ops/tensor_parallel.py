@@ -28,7 +28,7 @@ from mesh_transformer.parallel.sharding import active, constrain
 
 
 def column(x_BTD: jax.Array, ws_DF: Sequence[jax.Array | Transposed], names: Sequence[str | None]) -> list[jax.Array]:
-    """x w for each w, of x's dtype: (B, T, D) -> (B, T, F) each, split by F. `names` has the names of the dimensions F."""
+    """x w for each w, of x's dtype: (B, T, D) -> (B, T, F) each, split by F. `names` names the dimensions F."""
     group = _group()
     if group is None:
         return [matmul(x_BTD, w, x_BTD.dtype) for w in ws_DF]
