@@ -43,10 +43,10 @@ def embedding(batch: dict[str, jax.Array]) -> jax.Array:
 
 def block(x: jax.Array) -> jax.Array:
     """Attention, then a feed-forward network: (B, T, D) -> (B, T, D)."""
-    heads = AttentionSpec(heads=HEADS, kv_heads=HEADS, head_dim=WIDTH // HEADS, rotary=None)
+    heads = AttentionSpec(heads=HEADS, kv_heads=HEADS, head_dim=WIDTH // HEADS, positions=None)
     mix = SelfAttention(heads, WIDTH, 0.02, name="attention")
     queries, keys, values = columns(norm(x, "norm"), mix.inputs)
-    x = x + row([mix(queries, keys, values, Context(attention(), rotation=None))], [mix.out.w])
+    x = x + row([mix(queries, keys, values, Context(attention(), positions=None))], [mix.out.w])
     up = Linear(WIDTH, HIDDEN, ("embed", "mlp"), name="up")
     down = Linear(HIDDEN, WIDTH, ("mlp", "embed"), stddev=0.02, name="down")
     (hidden,) = columns(norm(x, "ff_norm"), [up])

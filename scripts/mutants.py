@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant("ops/experts/routing.py", "routing.probs_BTE.mean((0, 1))", "routing.probs_BTE.max((0, 1))"),
     Mutant("ops/experts/dispatch.py", "dispatch.capacity(experts_Nk.size,", "dispatch.capacity(len(experts_Nk),"),
     Mutant(
-        "ops/rotary.py", "(rotary.base ** exponents.astype(np.float64)).astype(np.float32)", "rotary.base**exponents"
+        "ops/positions.py", "(rotary.base ** exponents.astype(np.float64)).astype(np.float32)", "rotary.base**exponents"
     ),
     Mutant("models/head.py", "exps_BtC * scale_Bt[..., None] -", "exps_BtC * scale_Bt[..., None] * 0.9999 -"),
 ]

@@ -7,7 +7,7 @@ from mesh_transformer.families.base import HF_ACTIVATIONS, ActivationName
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.fields import MOST_LAYERS
-from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Norm, Rotary, Tensor
+from mesh_transformer.spec import TRANSPOSED, Alibi, Attention, Decoder, Norm, Tensor
 
 
 class BloomConfig(Gpt2Like):
@@ -43,7 +43,7 @@ class BloomConfig(Gpt2Like):
 
     def attention(self) -> Attention:
         """See `Gpt2Like`."""
-        return replace(super().attention(), rotary=Rotary(dims=2, style="alibi"))
+        return replace(super().attention(), positions=Alibi())
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""

@@ -88,7 +88,7 @@ class DeepSeekLike(GroupedExperts):
             kv_rank=self.kv_rank,
             nope_dims=self.nope_dims,
             v_dims=self.v_dims,
-            rotary=self.rotary(),
+            positions=self.rotary(),
             norm=Norm(kind="rms", eps=_LATENT_EPS, offset=False),
             scale=scale,
             bias=self.attention_bias,

@@ -38,7 +38,7 @@ class Gpt2Like(ModelConfig):
     def attention(self) -> Attention:
         """The attention of all layers, without a window."""
         return Attention(
-            heads=self.n_heads, kv_heads=self.n_heads, head_dim=self.d_head, rotary=None, bias=True, out_bias=True
+            heads=self.n_heads, kv_heads=self.n_heads, head_dim=self.d_head, positions=None, bias=True, out_bias=True
         )
 
     def windows(self) -> list[int | None]:

@@ -78,7 +78,7 @@ class GptNeoXConfig(ModelConfig):
             heads=self.n_heads,
             kv_heads=self.n_heads,
             head_dim=self.d_head,
-            rotary=Rotary(dims=self.rotary_dims, style="halves", base=self.rotary_base),
+            positions=Rotary(dims=self.rotary_dims, style="halves", base=self.rotary_base),
             bias=self.attention_bias,
             out_bias=self.attention_bias,
         )

@@ -99,7 +99,7 @@ class GptJConfig(ModelConfig):
             heads=self.n_heads,
             kv_heads=self.n_heads,
             head_dim=self.d_head,
-            rotary=rotary if self.pe == "rotary" else None,
+            positions=rotary if self.pe == "rotary" else None,
         )
         layer = parallel(NORMS[self.norm], attention, Dense(d_ff=self.d_ff, activation="gelu_tanh"))
         return Decoder(

@@ -55,7 +55,7 @@ class JaxformerConfig(ExpertCounts):
             nope_dims=self.d_head,
             v_dims=self.d_head,
             # of the queries of all heads; the first position is 1
-            rotary=Rotary(dims=self.n_heads * self.rotary_dims, style="pairs", first=1),
+            positions=Rotary(dims=self.n_heads * self.rotary_dims, style="pairs", first=1),
         )
         experts = Experts(
             count=self.n_experts,
@@ -67,7 +67,7 @@ class JaxformerConfig(ExpertCounts):
             bias=True,
         )
         block = (self.block_layers - 1) * [sequential(norm, attention, ff)]
-        block.append(sequential(norm, replace(attention, rotary=None), experts))
+        block.append(sequential(norm, replace(attention, positions=None), experts))
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,

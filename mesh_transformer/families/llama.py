@@ -80,7 +80,7 @@ class LlamaLike(RotaryConfig):
 
     def attention(self) -> Attention:
         """The attention of all layers, without a window."""
-        return Attention(heads=self.n_heads, kv_heads=self.n_kv_heads, head_dim=self.d_head, rotary=self.rotary())
+        return Attention(heads=self.n_heads, kv_heads=self.n_kv_heads, head_dim=self.d_head, positions=self.rotary())
 
     def ff(self) -> Dense:
         """The feed-forward of the dense layers."""
@@ -108,7 +108,7 @@ class LlamaLike(RotaryConfig):
         of_layers = zip(self.windows(), self.rotaries(), self.ffs(), strict=True)
         # equal layers are one object
         layer = functools.cache(
-            lambda window, rotary, ff: self.layer(replace(attention, window=window, rotary=rotary), ff)
+            lambda window, rotary, ff: self.layer(replace(attention, window=window, positions=rotary), ff)
         )
         return Decoder(
             d_model=self.d_model,

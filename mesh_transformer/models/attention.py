@@ -16,7 +16,7 @@ from mesh_transformer import spec
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.linear import add_bias
-from mesh_transformer.ops.rotary import Rotation, rotate, with_positions
+from mesh_transformer.ops.positions import ENCODINGS, Rotation, rotate
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain
 
@@ -56,11 +56,9 @@ class SelfAttention:
         if a.clip is not None:
             q, k, v = (jnp.clip(x, -a.clip, a.clip) for x in (q, k, v))
         scale = 1 / np.sqrt(a.head_dim) if a.scale is None else a.scale
-        if a.rotary and ctx.rotation and a.rotary.style == "alibi":
-            q, k = with_positions(q, k, ctx.rotation, scale)
-        elif a.rotary and ctx.rotation:
-            angles_q = Rotation(*map(ctx.queries, ctx.rotation))
-            q, k = rotate(q, angles_q, a.rotary.style), rotate(k, ctx.rotation, a.rotary.style)
+        if a.positions and ctx.positions:
+            of_queries = jax.tree.map(ctx.queries, ctx.positions)
+            q, k = ENCODINGS[type(a.positions)].apply(a.positions, q, k, of_queries, ctx.positions, scale)
         mixed = ctx.attend(q, k, v, scale=scale, window=ctx.window, softcap=a.softcap)
         return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h k -> b t (h k)")
 
@@ -194,9 +192,9 @@ class LatentAttention(FromLatents):
         q_pass, q_rotated = jnp.split(self._heads(q), [a.nope_dims], axis=-1)
         latent, k_rotated = jnp.split(latent, [a.kv_rank], axis=-1)
         latent, k_rotated = self.kv_norm(latent), k_rotated[:, :, None]
-        if ctx.rotation:
-            q_rotated = rotate(q_rotated, Rotation(*map(ctx.queries, ctx.rotation)), a.rotary.style)
-            k_rotated = rotate(k_rotated, ctx.rotation, a.rotary.style)
+        if isinstance(ctx.positions, Rotation):
+            q_rotated = rotate(q_rotated, Rotation(*map(ctx.queries, ctx.positions)), a.positions.style)
+            k_rotated = rotate(k_rotated, ctx.positions, a.positions.style)
         return self.attend(ctx, q_pass, q_rotated, latent, k_rotated)
 
 
@@ -212,8 +210,8 @@ class JointLatentAttention(FromLatents):
             # the rotated keys are made of both
             self.keys = self.inputs
             self.q_b = Linear(a.q_rank, a.heads * a.nope_dims, (None, "heads"), bias=True, name="q_b")
-            if a.rotary:
-                self.q_r = Linear(both, a.rotary.dims, (None, "heads"), bias=True, name="q_r")
+            if a.positions:
+                self.q_r = Linear(both, a.positions.dims, (None, "heads"), bias=True, name="q_r")
                 self.k_r = Linear(both, a.rotary_dims, (None, None), bias=True, name="k_r")
             super().__init__(a, d_model, out_stddev, bias=True)
 
@@ -221,9 +219,9 @@ class JointLatentAttention(FromLatents):
         with jax.named_scope(self.name):
             q_pass = self._heads(*columns(ctx.queries(q_latent), [self.q_b]))
             q_rotated, k_rotated = q_pass[..., :0], latent[:, :, None, :0]
-            if self.attention.rotary and ctx.rotation:
+            if self.attention.positions and isinstance(ctx.positions, Rotation):
                 both = jnp.concatenate([latent, q_latent], axis=-1)
-                q_rotated, k_rotated = self._rotated(both, ctx, ctx.rotation, self.attention.rotary.style)
+                q_rotated, k_rotated = self._rotated(both, ctx, ctx.positions, self.attention.positions.style)
             return self.attend(ctx, q_pass, q_rotated, latent, k_rotated)
 
     def _rotated(self, both: jax.Array, ctx: Context, angles: Rotation, style: str) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from mesh_transformer.models.numbers import layer_numbers, static_numbers
 from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Outputs, Rows, by_row, over_layers
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView
-from mesh_transformer.ops.rotary import Rotation
+from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import Block, constrain
 from mesh_transformer.spec import Decoder, Layer, Run
 
@@ -46,8 +46,8 @@ class LayeredModel(Protocol):
         """The layers by their kinds."""
 
     @property
-    def rotations(self) -> Callable[[jax.Array], Sequence[Rotation]]:
-        """The rotary angles of positions."""
+    def encoded_positions(self) -> Callable[[jax.Array], Sequence[EncodedPositions]]:
+        """The arrays of the position encodings."""
 
     @property
     def context(self) -> Callable[..., Context]:
@@ -73,7 +73,7 @@ def layers(
         params: the parameters "blocks".
         bias_BHTS: what every layer adds to the logits of its attention; None: nothing.
     """
-    angles, count = model.rotations(positions_BT), len(model.decoder.layers)
+    encoded, count = model.encoded_positions(positions_BT), len(model.decoder.layers)
     views: Views = [None]
     view_of: Sequence[int] = [0] * count
     if cache is not None:
@@ -82,7 +82,7 @@ def layers(
     def layer(kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None) -> _Computed:
         (x_BTD, view), (index, numbers) = carry, row
         attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
-        ctx = model.context(kind, attend, angles, numbers, query_index_B)
+        ctx = model.context(kind, attend, encoded, numbers, query_index_B)
         x_BTD, means = model.layer(kind, block, x_BTD, ctx)
         return (x_BTD, attend.view), (None, means)
 

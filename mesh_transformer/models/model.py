@@ -26,14 +26,14 @@ from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.models.forward import constrain_residual, layers
 from mesh_transformer.models.modules import Context, Dropout, Means
-from mesh_transformer.models.numbers import LayerNumbers, rotation_of, rotations
+from mesh_transformer.models.numbers import LayerNumbers, encoded_positions, positions_of
 from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import KeyValueView, KVCache, ring_length
 from mesh_transformer.ops.attend.causal import Attend, Causal
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock
-from mesh_transformer.ops.rotary import Rotation
+from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import Axes, Block, Params, collect_axes, constrain, gather_weights
 from mesh_transformer.spec import CacheEntry, Decoder, Layer, Run, in_run
 
@@ -174,8 +174,8 @@ class Model:
     def _example(self) -> tuple[jax.Array, jax.Array, Callable[[Layer], Context]]:
         tokens = jnp.zeros((1, 1), jnp.int32)
         x_BTD = jnp.zeros((1, 1, self.decoder.d_model), jnp.float32)
-        angles, first = self.rotations(tokens), LayerNumbers(None, 0)
-        return tokens, x_BTD, lambda kind: self.context(kind, Causal(), angles, first)
+        encoded, first = self.encoded_positions(tokens), LayerNumbers(None, 0)
+        return tokens, x_BTD, lambda kind: self.context(kind, Causal(), encoded, first)
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
@@ -307,7 +307,7 @@ class Model:
         self,
         kind: Layer,
         attend: Attend,
-        angles: Sequence[Rotation],
+        encoded: Sequence[EncodedPositions],
         numbers: LayerNumbers,
         query_index_B: jax.Array | None = None,
         dispatch: Dispatch | None = None,
@@ -316,11 +316,11 @@ class Model:
         """What a layer of a kind reads besides the residual stream.
 
         Args:
-            angles: the result of `rotations`.
+            encoded: the result of `encoded_positions`.
             numbers: the numbers of the layer.
         """
-        angles_of_layer = rotation_of(self.decoder, kind.attention.rotary, angles, numbers.rotation)
-        return Context(attend, angles_of_layer, numbers.window, query_index_B, dispatch or Dispatch(), dropout)
+        positions = positions_of(self.decoder, kind.attention.positions, encoded, numbers.encoding)
+        return Context(attend, positions, numbers.window, query_index_B, dispatch or Dispatch(), dropout)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
@@ -347,9 +347,9 @@ class Model:
         rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
         return jnp.where(rows < self.decoder.n_vocab, x, value)
 
-    def rotations(self, positions_BT: jax.Array) -> tuple[Rotation, ...]:
-        """The rotary angles of the positions: see `numbers.rotations`."""
-        return rotations(self.decoder, positions_BT)
+    def encoded_positions(self, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
+        """The arrays of the position encodings: see `numbers.encoded_positions`."""
+        return encoded_positions(self.decoder, positions_BT)
 
 
 def _in_order(some: list[tuple[list[int], Params]]) -> Params:

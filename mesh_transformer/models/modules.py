@@ -22,7 +22,7 @@ from mesh_transformer import spec
 from mesh_transformer.ops.attend.causal import Attend
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import add_bias, matmul
-from mesh_transformer.ops.rotary import Rotation
+from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
@@ -71,8 +71,8 @@ class Context(NamedTuple):
     """The inputs of a block besides the residual stream."""
 
     attend: Attend
-    # None: the attention has no rotary encoding
-    rotation: Rotation | None
+    # None: the attention has no position encoding
+    positions: EncodedPositions | None
     # int32: the number of keys that a query sees, the last of them at its own position; None: all up to its own
     window: jax.Array | int | None = None
     # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None: all

@@ -1,5 +1,6 @@
 """A model as plain data, without jax: its decoder, and the tensors of other programs that hold its parameters."""
 
+from mesh_transformer.spec.alibi import Alibi
 from mesh_transformer.spec.arrays import Array, Arrays, Axes, AxesTree, below, linear, matrix
 from mesh_transformer.spec.attention import Attention, FromLatents, JointLatentAttention, LatentAttention
 from mesh_transformer.spec.decoder import Decoder
@@ -15,7 +16,7 @@ from mesh_transformer.spec.layer import (
     sandwich,
     sequential,
 )
-from mesh_transformer.spec.mechanism import Attends, CacheEntry, Mechanism, Numbers
+from mesh_transformer.spec.mechanism import Attends, CacheEntry, Mechanism, Numbers, PositionEncoding
 from mesh_transformer.spec.norm import Norm
 from mesh_transformer.spec.rotary import Rotary, Scaling
 from mesh_transformer.spec.runs import Run, in_run, neighbours, runs_of, shared_run, starts
@@ -24,6 +25,7 @@ from mesh_transformer.spec.tensors import TRANSPOSED, Split, Tensor, by_stack
 __all__ = [
     "TRANSPOSED",
     "Activation",
+    "Alibi",
     "Array",
     "Arrays",
     "Attends",
@@ -44,6 +46,7 @@ __all__ = [
     "Numbers",
     "Part",
     "Reading",
+    "PositionEncoding",
     "Rotary",
     "Router",
     "Run",

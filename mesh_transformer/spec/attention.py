@@ -36,7 +36,7 @@ class Attention(Attends):
     @property
     def keys_and_values(self) -> tuple[CacheEntry, CacheEntry]:
         """See `Attends`."""
-        added = self.rotary.dims if self.rotary is not None and self.rotary.style == "alibi" else 0
+        added = 0 if self.positions is None else self.positions.added_dims
         key, value = (CacheEntry(self.kv_name, self.kv_heads, self.head_dim + more) for more in (added, 0))
         return key, value
 
@@ -106,7 +106,7 @@ class LatentAttention(FromLatents):
     x if this is None. `bias` is on the maps from x to the latents, and on the output.
     """
 
-    rotary: Rotary
+    positions: Rotary
     q_rank: int | None
     norm: Norm
     bias: bool = False
@@ -114,7 +114,7 @@ class LatentAttention(FromLatents):
     @property
     def rotary_dims(self) -> int:
         """See `FromLatents`."""
-        return self.rotary.dims
+        return self.positions.dims
 
     @property
     def out_bias(self) -> bool:
@@ -145,17 +145,18 @@ class JointLatentAttention(FromLatents):
     """The latent attention of JAXformer (Makkar et al. 2025): no norm of a latent, and biases on all maps.
 
     The rotated dims of q and k are made from both latents together: the one of q, of `q_rank` dims, and the one of keys
-    and values. `rotary` encodes the queries of all heads together, as if they were one head: a head has
-    rotary.dims / heads of its dims, and k the angles of every heads-th pair. So queries and keys turn at other rates,
-    and attention depends on more than distances. Without `rotary`, no dims are rotated.
+    and values. `positions` encodes the queries of all heads together, as if they were one head: a head has
+    positions.dims / heads of its dims, and k the angles of every heads-th pair. So queries and keys turn at other
+    rates, and attention depends on more than distances. Without `positions`, no dims are rotated.
     """
 
+    positions: Rotary | None
     q_rank: int
 
     @property
     def rotary_dims(self) -> int:
         """See `FromLatents`."""
-        return self.rotary.dims // self.heads if self.rotary else 0
+        return self.positions.dims // self.heads if self.positions else 0
 
     @property
     def out_bias(self) -> bool:
@@ -172,7 +173,7 @@ class JointLatentAttention(FromLatents):
             **self._from_latents(width),
             "kv_b/b": Array(("heads",), (made,)),
         }
-        if self.rotary:
-            arrays |= below("q_r", linear((None, "heads"), both, self.rotary.dims, "inner", bias=True))
+        if self.positions:
+            arrays |= below("q_r", linear((None, "heads"), both, self.positions.dims, "inner", bias=True))
             arrays |= below("k_r", linear((None, None), both, self.rotary_dims, "inner", bias=True))
         return arrays

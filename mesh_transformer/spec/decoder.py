@@ -9,9 +9,8 @@ from mesh_transformer.fields import SHARED, WHOLE, Size
 from mesh_transformer.spec.arrays import Array, Arrays, below, matrix
 from mesh_transformer.spec.feed_forward import Experts
 from mesh_transformer.spec.layer import Layer
-from mesh_transformer.spec.mechanism import Attends, Mechanism, Numbers
+from mesh_transformer.spec.mechanism import Attends, Mechanism, Numbers, PositionEncoding
 from mesh_transformer.spec.norm import Norm
-from mesh_transformer.spec.rotary import Rotary
 from mesh_transformer.spec.runs import Run, in_run, runs_of, shared_run, starts
 
 # buckets of distances in T5's relative bias
@@ -105,12 +104,12 @@ class Decoder:
         return tuple(layer.numbers for layer in self.layers)
 
     @functools.cached_property
-    def rotaries(self) -> dict[Rotary, tuple[Rotary, ...]]:
-        """The different rotary encodings, by their kind."""
-        by_kind: dict[Rotary, dict[Rotary, None]] = {}
+    def position_encodings(self) -> dict[PositionEncoding, tuple[PositionEncoding, ...]]:
+        """The different position encodings of attention, by their kind."""
+        by_kind: dict[PositionEncoding, dict[PositionEncoding, None]] = {}
         for numbers in dict.fromkeys(self.numbers):
-            if numbers.rotary is not None:
-                by_kind.setdefault(numbers.rotary.kind, {})[numbers.rotary] = None
+            if numbers.positions is not None:
+                by_kind.setdefault(numbers.positions.kind, {})[numbers.positions] = None
         return {kind: tuple(encodings) for kind, encodings in by_kind.items()}
 
     @property

@@ -4,15 +4,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from mesh_transformer.fields import Size
+from mesh_transformer.spec.alibi import Alibi
 from mesh_transformer.spec.arrays import Arrays
 from mesh_transformer.spec.rotary import Rotary
 
+PositionEncoding = Rotary | Alibi
+"""How attention knows the positions of queries and keys: the table of their computations is in ops/positions.py."""
+
 
 class Numbers(NamedTuple):
-    """The numbers of one layer: its window, and its rotary encoding."""
+    """The numbers of one layer: its window, and its position encoding."""
 
     window: int | None
-    rotary: Rotary | None
+    positions: PositionEncoding | None
 
 
 class CacheEntry(NamedTuple):
@@ -58,13 +62,13 @@ class Mechanism:
 class Attends(Mechanism):
     """A mechanism in which a position reads earlier ones, with `heads` heads of queries. A layer has one.
 
-    A query sees the last `window` keys, up to its own; None: all. `scale` multiplies the products of queries and keys;
-    None: 1 / sqrt(dims of a head).
+    `positions` encodes the positions of queries and keys; None: nothing does. A query sees the last `window` keys, up
+    to its own; None: all. `scale` multiplies the products of queries and keys; None: 1 / sqrt(dims of a head).
     """
 
     name: str = "attention"
     heads: int
-    rotary: Rotary | None
+    positions: PositionEncoding | None
     scale: float | None = None
     window: int | None = None
 
@@ -86,12 +90,12 @@ class Attends(Mechanism):
     @property
     def numbers(self) -> Numbers:
         """The numbers in which layers of one kind may differ."""
-        return Numbers(self.window, self.rotary)
+        return Numbers(self.window, self.positions)
 
     @property
     def kind(self) -> Self:
         """See `Mechanism`."""
-        return replace(self, window=None, rotary=self.rotary and self.rotary.kind)
+        return replace(self, window=None, positions=self.positions and self.positions.kind)
 
     @property
     def products_per_key(self) -> int:

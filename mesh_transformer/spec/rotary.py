@@ -1,7 +1,7 @@
 """Rotary position encoding as plain data."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class Rotary:
     position * frequency is computed in `precision`: float32 in transformers, float64 in the original GPT-J. With an odd
     number of dims, one dim more is rotated. Without a base all angles are 0: nothing is rotated. The first token has
     position `first`.
-
-    alibi: nothing is rotated. A head adds its slope times the position of a key to the product of a query with it
-    (Press et al. 2021, arXiv:2108.12409). The position is two more dims of each key, of one digit each.
     """
 
+    # dims that a head of queries and keys has besides its own
+    added_dims: ClassVar[int] = 0
+
     dims: int
-    style: Literal["pairs", "halves", "alibi"]
+    style: Literal["pairs", "halves"]
     base: float | None = 10000.0
     precision: Literal["float32", "float64"] = "float32"
     scaling: Scaling | None = None

@@ -284,7 +284,7 @@ class TrainProgram:
         x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_1T)
         dropout = self._dropout(batch.noise, -1)
         x_BTD = x_BTD if dropout is None else dropout(x_BTD)
-        return Stream(x_BTD, bias_BHTS, (self.model.rotations(positions_1T), batch.noise))
+        return Stream(x_BTD, bias_BHTS, (self.model.encoded_positions(positions_1T), batch.noise))
 
     def _dropout(self, noise_BT2: jax.Array | None, layer: jax.Array | int | None) -> Dropout | None:
         if noise_BT2 is None or layer is None:

@@ -29,9 +29,9 @@ LLAMA_3_1 = hf_models.rope(
 
 
 def files(name: str, mesh: str) -> list[str]:
-    layers = ["models/decoder.py", "models/attention.py", "models/modules.py", "ops/rotary.py", "ops/attend/cached.py"]
+    layers = [*(f"models/{name}.py" for name in ("decoder", "attention", "modules")), "ops/positions.py"]
     experts = ["models/feed_forward.py", "ops/experts"] if name in hf_models.EXPERTS else []
-    return [*layers, "checkpoint/hf/source.py", *hf_models.files_of(name), *experts]
+    return [*layers, "ops/attend/cached.py", "checkpoint/hf/source.py", *hf_models.files_of(name), *experts]
 
 
 RUNS = [

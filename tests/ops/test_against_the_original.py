@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.models.decoder import t5_buckets
-from mesh_transformer.ops.rotary import rotate, rotation
+from mesh_transformer.ops.positions import rotate, rotation
 from mesh_transformer.optimizers import adam
 from mesh_transformer.spec import Rotary
 from mesh_transformer.train.optimizer import learning_rate

@@ -124,7 +124,7 @@ def test_attention_to_packed_rows_is_attention(length, with_bias, options):
     ends_BT = jax.random.randint(jax.random.key(4), (2, length), index[None] + 1, length + 1)
     mask = (index[None, :, None] < ends_BT[:, None])[:, None]
     expected = plain(q, k, v, 0 if bias is None else bias, mask=mask, **options)
-    entries = Attention(heads=3, kv_heads=3, head_dim=8, rotary=None).cache_entries
+    entries = Attention(heads=3, kv_heads=3, head_dim=8, positions=None).cache_entries
     packed = PackedView.of(ends_BT, [entries], jnp.float32)
     for triangular in (True, False):
         view = packed if triangular else NotTriangular(packed.ends_BT, packed.groups, packed.group_of)

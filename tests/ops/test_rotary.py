@@ -7,7 +7,7 @@ import pytest
 
 from mesh_transformer.families import llama
 from mesh_transformer.families.hf_keys import ConfigJson
-from mesh_transformer.ops.rotary import frequencies
+from mesh_transformer.ops.positions import frequencies
 
 
 class Published(NamedTuple):

@@ -10,29 +10,27 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer import spec
-from mesh_transformer.families import rotary as families_rotary
+from mesh_transformer.families import rotary
 from mesh_transformer.families.phi3 import Phi3Config
 from mesh_transformer.models import feed_forward, modules
-from mesh_transformer.ops import rotary
+from mesh_transformer.ops import positions
 from mesh_transformer.ops.experts import routing
 
 # a config may also have no scaling
-SCALINGS = {key: row for key, row in {**families_rotary._SCALINGS, **Phi3Config.SCALINGS}.items() if key != "none"}
+SCALINGS = {key: row for key, row in {**rotary._SCALINGS, **Phi3Config.SCALINGS}.items() if key != "none"}
 TABLES: dict[str, list[dict[str, Any]]] = {
     "Dense.activation": [feed_forward._ACTIVATIONS],
     "Experts.activation": [feed_forward._ACTIVATIONS],
     "Norm.kind": [modules._NORMS],
-    "Rotary.style": [rotary._STYLES],
+    "Rotary.style": [positions._STYLES],
     "Router.group_score": [routing._GROUP_SCORES],
     "Router.scores": [routing._SCORES],
-    "Scaling.kind": [rotary._SCALED, SCALINGS],
+    "Scaling.kind": [positions._SCALED, SCALINGS],
 }
 NO_TABLE = {
     "Array.role": "estimates and fusion ask for single roles",
     "Rotary.precision": "it is the name of a numpy dtype, in which one formula is computed",
 }
-NO_ROW = {"Rotary.style": {"alibi"}}
-"""Values without a row: alibi rotates nothing."""
 # folders of the package that compute what spec says
 FOLDERS = ("spec", "models", "ops", "families", "train", "estimate", "infer")
 
@@ -73,7 +71,7 @@ def test_each_choice_has_a_table_or_a_reason() -> None:
 @pytest.mark.parametrize("field", TABLES)
 def test_a_table_has_the_values_of_its_choice(field: str) -> None:
     for table in TABLES[field]:
-        assert table.keys() == choices()[field] - NO_ROW.get(field, set())
+        assert table.keys() == choices()[field]
 
 
 def test_each_table_over_a_choice_is_known() -> None:
@@ -88,3 +86,7 @@ def test_each_table_over_a_choice_is_known() -> None:
 def test_choices_are_found_in_annotations() -> None:
     assert choices()["Norm.kind"] == set(get_args(get_type_hints(spec.Norm)["kind"]))
     assert list(literals(dict[str, Literal["a"] | None])) == [Literal["a"]]
+
+
+def test_every_position_encoding_is_computed() -> None:
+    assert set(positions.ENCODINGS) == set(get_args(spec.PositionEncoding))

@@ -100,7 +100,7 @@ def test_the_mean_over_seeds_is_the_output_without_dropout() -> None:
     x_BTD = jax.random.normal(jax.random.key(1), (1, 4, 64))
     positions = model.positions(4)
     _, _, example = model._example()
-    ctx = example(kind)._replace(attend=Causal(), rotation=model.rotations(positions)[0])
+    ctx = example(kind)._replace(attend=Causal(), positions=model.encoded_positions(positions)[0])
 
     def output(seed: jax.Array) -> jax.Array:
         own = noise(0, seed, (1, 4))

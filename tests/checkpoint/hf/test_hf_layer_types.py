@@ -92,11 +92,11 @@ def test_fields_that_do_not_fit_are_refused(fields, reason) -> None:
 
 def bases(model: Any) -> list[Any]:
     """The base of each layer's rotary encoding."""
-    return [layer.attention.rotary.base for layer in model.decoder().layers]
+    return [layer.attention.positions.base for layer in model.decoder().layers]
 
 
 def scalings(model: Any) -> list[str | None]:
-    found = (layer.attention.rotary.scaling for layer in model.decoder().layers)
+    found = (layer.attention.positions.scaling for layer in model.decoder().layers)
     return [scaling and scaling.kind for scaling in found]
 
 
@@ -206,7 +206,7 @@ def test_the_context_selects_the_factors_of_longrope(seq, factors) -> None:
     # sqrt(1 + ln(32) / ln(4096))
     assert model.rotary_attention_factor == pytest.approx(1.1902380714238083)
     shorter = model.model_copy(update={"seq": seq})
-    scaling = shorter.decoder().layers[0].attention.rotary.scaling
+    scaling = shorter.decoder().layers[0].attention.positions.scaling
     assert scaling.factors == factors
     assert scaling.attention_factor == model.rotary_attention_factor
     assert written(model) == model

@@ -10,7 +10,7 @@ from typing import Literal
 from added_mechanism import GatedAttention
 
 from mesh_transformer.families.llama import LlamaLike
-from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part
+from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part, Rotary
 
 
 class PeriodConfig(LlamaLike):
@@ -22,8 +22,8 @@ class PeriodConfig(LlamaLike):
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
         attention, norm, ff = self.attention(), self.norm(), self.ff()
-        assert attention.rotary is not None
-        unrotated = replace(attention, rotary=replace(attention.rotary, base=None))
+        assert isinstance(attention.positions, Rotary)
+        unrotated = replace(attention, positions=replace(attention.positions, base=None))
         gate, wide = GatedAttention(**vars(attention)), Dense(name="wide", d_ff=self.d_ff, activation="relu")
         parts = Part(mechanism=gate), Part(mechanism=ff), Part(mechanism=wide, norm=replace(norm, kind="layer"))
         gated, plain = Layer(branches=(Branch(pre=norm, parts=parts),)), self.layer(attention, ff)

@@ -1,6 +1,7 @@
-"""Rotary position encoding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
+"""Position encodings of attention: rotary (Su et al. 2021, arXiv:2104.09864) with its extensions to longer contexts,
+and ALiBi (Press et al. 2021, arXiv:2108.12409). `ENCODINGS` is the table of their computations.
 
-Shapes: B sequences, T positions, H heads, K dims of a head, R rotated dims.
+Shapes: B sequences, T positions, H heads of queries, J heads of keys, K dims of a head, R rotated dims.
 """
 
 import math
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.spec import Rotary, Scaling
+from mesh_transformer.spec import Alibi, PositionEncoding, Rotary, Scaling
 
-# A position is high x DIGIT + low: bfloat16 has all numbers up to it.
+# bfloat16 has all whole numbers up to it
 DIGIT = 256
 
 
@@ -32,9 +33,6 @@ def rotation(rotary: Rotary, positions_BT: jax.Array, n_positions: int) -> Rotat
     they are looked up in tables.
     """
     positions_BT = positions_BT + rotary.first
-    if rotary.style == "alibi":
-        high, low = jnp.divmod(positions_BT[..., None], DIGIT)
-        return Rotation(high.astype(jnp.float32), low.astype(jnp.float32))
     if rotary.precision == "float64":
         theta = np.arange(n_positions + rotary.first, dtype=np.float64)[:, None] * frequencies(rotary)
         sin, cos = (jnp.asarray(table.astype(np.float32)) for table in (np.sin(theta), np.cos(theta)))
@@ -74,26 +72,11 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
     return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
 
 
-def with_positions(q_BTHK: jax.Array, k_BTJK: jax.Array, keys: Rotation, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys with two more dims, whose products, times `scale`, are slope x position of the key (ALiBi).
-
-    As the softmax does not change when a number is added to all logits of a query, this is the slope times the
-    distance.
-    """
-    batch, length, heads = q_BTHK.shape[:3]
-    slopes = np.outer(alibi_slopes(heads), (DIGIT, 1)) / scale
-    more_q = jnp.broadcast_to(jnp.asarray(slopes, q_BTHK.dtype), (batch, length, heads, 2))
-    digits_BT12 = jnp.concatenate(keys, axis=-1)[:, :, None].astype(k_BTJK.dtype)
-    more_k = jnp.broadcast_to(digits_BT12, (*k_BTJK.shape[:3], 2))
-    return jnp.concatenate([q_BTHK, more_q], axis=-1), jnp.concatenate([k_BTJK, more_k], axis=-1)
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """A geometric series for a power of two, 2^(-8 / heads) and so on; for other numbers, the series of the next lower
-    power, and every second number of the series of twice this power."""
-    power = 1 << (heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+def rotate_both(
+    rotary: Rotary, q_BTHK: jax.Array, k_BTJK: jax.Array, of_queries: Rotation, of_keys: Rotation, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `Encoding`."""
+    return rotate(q_BTHK, of_queries, rotary.style), rotate(k_BTJK, of_keys, rotary.style)
 
 
 def frequencies(rotary: Rotary) -> np.ndarray:
@@ -152,3 +135,63 @@ def _pair_with_turns(rotary: Rotary, scaling: Scaling, turns: float) -> float:
     assert rotary.base is not None
     length = scaling.original_seq / (turns * 2 * math.pi)
     return rotary.dims * math.log(length) / (2 * math.log(rotary.base))
+
+
+class Digits(NamedTuple):
+    """Each position, as high x DIGIT + low: float32 (B, T, 1) each. B may be 1."""
+
+    high_BT1: jax.Array
+    low_BT1: jax.Array
+
+
+def digits(_: Alibi, positions_BT: jax.Array, n_positions: int) -> Digits:
+    """The digits of int32 positions below `n_positions`."""
+    high, low = jnp.divmod(positions_BT[..., None], DIGIT)
+    return Digits(high.astype(jnp.float32), low.astype(jnp.float32))
+
+
+def with_positions(
+    _: Alibi, q_BTHK: jax.Array, k_BTJK: jax.Array, of_queries: Digits, of_keys: Digits, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys with two more dims, whose products, times `scale`, are slope x position of the key.
+
+    As the softmax does not change when a number is added to all logits of a query, this is the slope times the
+    distance. See `Encoding`.
+    """
+    batch, length, heads = q_BTHK.shape[:3]
+    slopes = np.outer(alibi_slopes(heads), (DIGIT, 1)) / scale
+    more_q = jnp.broadcast_to(jnp.asarray(slopes, q_BTHK.dtype), (batch, length, heads, 2))
+    digits_BT12 = jnp.concatenate(of_keys, axis=-1)[:, :, None].astype(k_BTJK.dtype)
+    more_k = jnp.broadcast_to(digits_BT12, (*k_BTJK.shape[:3], 2))
+    return jnp.concatenate([q_BTHK, more_q], axis=-1), jnp.concatenate([k_BTJK, more_k], axis=-1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """A geometric series for a power of two, 2^(-8 / heads) and so on; for other numbers, the series of the next lower
+    power, and every second number of the series of twice this power."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+
+
+EncodedPositions = Rotation | Digits
+"""What an encoding computes of each position, once for all layers: arrays (B, T, ...). B may be 1."""
+
+
+class Encoding(NamedTuple):
+    """The computation of a position encoding.
+
+    Args:
+        positions: the encoding, int32 positions (B, T), and a number that is larger than all -> their arrays.
+        apply: the encoding, queries (B, T, H, K), keys (B, T, J, K), the arrays of the positions of both, and the scale
+            of their products -> queries and keys, perhaps with `added_dims` more dims.
+    """
+
+    positions: Callable[..., EncodedPositions]
+    apply: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+ENCODINGS: dict[type[PositionEncoding], Encoding] = {
+    Rotary: Encoding(rotation, rotate_both),
+    Alibi: Encoding(digits, with_positions),
+}
