@@ -59,6 +59,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/evaluate.md", "python eval_harness.py --config configs/6B_roto_256.json"): WEIGHTS,
     ("docs/evaluate.md", "python eval_harness.py --ckpt runs/tiny_shakespeare --tasks lambada"): DATA,
     ("docs/experts.md", "python preflight.py"): LIBTPU,
+    ("docs/experts.md", "python benchmarks/jaxformer_against_mla.py"): HOURS,
     ("docs/experts.md", "python benchmarks/experts_against_dense.py"): HOURS,
     ("docs/finetune.md", "python device_train.py --config pythia_docs.json"): WEIGHTS,
     ("docs/finetune.md", "python device_sample.py --ckpt runs/pythia_docs"): WEIGHTS,
