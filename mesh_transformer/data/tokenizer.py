@@ -106,12 +106,20 @@ class HubTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         self._backend.encode_special_tokens = False
         # `encode` would hold the interpreter lock and block all other threads
-        return self._backend.encode_batch_fast([_valid(text)], add_special_tokens=add_special_tokens)[0].ids
+        return self._backend.encode_batch_fast([valid_text(text)], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         self._backend.encode_special_tokens = True
-        valid = [_valid(text) for text in texts]
+        valid = [valid_text(text) for text in texts]
         return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
+
+    def definition(self) -> dict[str, Any]:
+        """The JSON object of its tokenizer.json: normalizer, splitting, vocabulary and merges, added tokens."""
+        return json.loads(self._backend.to_str())
+
+    def merged(self, word: str) -> list[int]:
+        """The ids of one word, which is written in the characters of the vocabulary."""
+        return [token.id for token in self._backend.model.tokenize(word)]
 
     def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.n_vocab]
@@ -322,7 +330,7 @@ def _chat_template(tokenizer: Any, name: str, kind: str) -> str | None:
     return source
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """`text` with lone surrogates replaced: UTF-8 cannot encode them."""
     try:
         text.encode()
