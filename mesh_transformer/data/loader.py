@@ -18,6 +18,7 @@ from mesh_transformer.data.prepare import cached_records, former_cached_name
 from mesh_transformer.data.records import Record, RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
 from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
+from mesh_transformer.data.text_counts import TextCounts, counts_of_cached, counts_of_index
 from mesh_transformer.errors import UserError, plural
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,13 @@ class Loader(Iterator[np.ndarray], Protocol):
 
 
 class Batches(Protocol):
-    """Batches that can be read several times, each time from the first one."""
+    """Batches that can be read several times, each time from the first one.
+
+    `counts` has the size of the whole set's text; None if its preparation has not counted it.
+    """
+
+    @property
+    def counts(self) -> TextCounts | None: ...
 
     def __iter__(self) -> Loader: ...
 
@@ -128,13 +135,26 @@ def make_val_loader(
     file, otherwise never. Arguments and errors as in `make_train_loader`.
     """
     shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
-    files = _files(find_source(source), shape, tokenizer)
+    path = find_source(source)
+    files = _files(path, shape, tokenizer)
+    counts = counts_of_cached(files[0]) if is_text(path) else counts_of_index(path)
 
     def begin() -> _BatchIterator:
         return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
 
     batches = _Batches(begin).map(lambda microbatches: microbatches[0])
-    return ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
+    return _Counted(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch), counts)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Batches and the size of their text."""
+
+    batches: grain.IterDataset
+    counts: TextCounts | None
+
+    def __iter__(self) -> Loader:
+        return iter(self.batches)
 
 
 def _files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:

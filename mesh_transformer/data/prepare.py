@@ -18,7 +18,9 @@ import numpy as np
 
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
+from mesh_transformer.data.fast_encoder import LiteralEncoder
 from mesh_transformer.data.records import write_records
+from mesh_transformer.data.text_counts import TextCounts, cached_counts, counts_of_cached, utf8_bytes
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, upload
@@ -65,13 +67,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What `prepare` wrote. `null_lines`: skipped JSON lines with null for their text."""
+    """What `prepare` wrote.
+
+    Args:
+        tokens: of the sequences.
+        source: the size of the text.
+        null_lines: skipped JSON lines with null for their text.
+    """
 
     path: str
     sequences: int
     tokens: int
-    documents: int
-    source_tokens: int
+    source: TextCounts
     null_lines: int
 
 
@@ -100,6 +107,8 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
 def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | None = None) -> str:
     """The record file of a text file, from the user's cache folder: sequences of seq + 1 tokens in the text's order.
 
+    `counts_of_cached` has the size of the text.
+
     Several processes may call it at once. Each writes under its own name; the last one to finish replaces the others.
 
     Args:
@@ -114,11 +123,15 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(base, "mesh_transformer", "datasets")
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
-    if not os.path.isfile(target):
+    # earlier versions did not write the counts
+    if not os.path.isfile(target) or counts_of_cached(target) is None:
         _log.info("tokenizing %s: the tokens stay in %s", path, folder)
         os.makedirs(folder, exist_ok=True)
-        with scratch_file(folder) as scratch:
-            write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True), "data.seq")
+        with scratch_file(folder) as scratch, scratch_file(folder) as counts:
+            written = write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True), "data.seq")
+            with open(counts, "wb") as file:
+                file.write(written.source.to_json())
+            os.replace(counts, cached_counts(target))
             os.replace(scratch, target)
     return target
 
@@ -162,17 +175,22 @@ def write_corpus(
             raise UserError(
                 f"none of {total} sequences has {options.min_unique_tokens} distinct tokens: lower --min-unique-tokens"
             )
-        return Written(path, count, count * length, store.n_documents, store.n_tokens, null_lines)
+        source = TextCounts(store.n_documents, store.n_tokens, store.text_bytes)
+        return Written(path, count, count * length, source, null_lines)
 
 
 class TokenStore:
-    """Documents one after the other on disk. Memory holds 8 bytes for each document."""
+    """Documents one after the other on disk. Memory holds 8 bytes for each document.
+
+    `text_bytes` counts the bytes of their text.
+    """
 
     def __init__(self, folder: str | None, n_vocab: int):
         self._file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=folder)  # noqa: SIM115  (closed by __exit__)
         self._dtype = np.dtype(np.uint16 if n_vocab <= 1 << 16 else np.uint32)
         self._ends = array("q")
         self._n_tokens = 0
+        self.text_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -280,9 +298,11 @@ def _tokenize(files: list[str], store: TokenStore, tokenizer: Tokenizer, options
     null_lines = 0
     clean = make_cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
     separator = None if options.treat_eot_as_text else EOT_TEXT
+    encoder = LiteralEncoder(tokenizer)
     for batch in _batches(_tracked(_all_pieces(files, separator), "pieces of text")):
-        encoded = tokenizer.encode_literal([clean(piece.text) for piece in batch])
-        for piece, tokens in zip(batch, encoded, strict=True):
+        texts = [clean(piece.text) for piece in batch]
+        store.text_bytes += sum(map(utf8_bytes, texts))
+        for piece, tokens in zip(batch, encoder.encode(texts), strict=True):
             store.add(tokens)
             null_lines += piece.null
             if piece.ends:

@@ -69,10 +69,10 @@ def test_documents_end_with_eot_and_split_at_it(tmp_path):
     source.write_text("one<|endoftext|>two<|endoftext|><|endoftext|>three.")
     rows, written = tokens_of(source, tmp_path, **IN_ORDER)
     assert text_of(rows) == "one|two|three.|"[: rows.size]
-    assert (written.documents, written.source_tokens) == (3, 15)
+    assert (written.source.documents, written.source.tokens) == (3, 15)
     rows, written = tokens_of(source, tmp_path, treat_eot_as_text=True, **IN_ORDER)
     assert text_of(rows).startswith("one<|endoftext|>two")
-    assert written.documents == 1
+    assert written.source.documents == 1
 
 
 def test_shuffling_follows_the_seed_and_keeps_the_documents(tmp_path):

@@ -21,8 +21,8 @@ class Validated(NamedTuple):
     """The results of a validation.
 
     Args:
-        scalars: {"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct
-            predictions}.
+        scalars: {"val/loss_<set>": nats per token without z-loss, "val/bits_per_byte_<set>": the same for a byte of
+            the text, where the bytes were counted, "val/accuracy_<set>": fraction of correct predictions}.
         load: of each set, the mean over its batches. Empty for a model without routed experts.
         finished: whether all sets were computed, before a signal asked the run to stop.
     """
@@ -63,8 +63,11 @@ class Validation:
             results = self._evaluate(name, feed, params, step)
             if not results:
                 return Validated(scalars, load, finished=False)
-            for metric in ("loss", "accuracy"):
-                scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
+            loss, accuracy = (float(np.mean([r[metric] for r in results])) for metric in ("loss", "accuracy"))
+            scalars[f"val/loss_{name}"] = loss
+            if feed.counts is not None:
+                scalars[f"val/bits_per_byte_{name}"] = feed.counts.bits_per_byte(loss)
+            scalars[f"val/accuracy_{name}"] = accuracy
             if experts.LOAD in results[0]:
                 load[name] = np.mean([result[experts.LOAD] for result in results], axis=0)
         return Validated(scalars, load, finished=True)
