@@ -19,7 +19,7 @@ GROUPS = {
     "data": {"val_set": {"first": "text.txt", "second": "text.txt"}, "val_every": 2, "val_batches": 2},
     "checkpoint": {"ckpt_every": 3, "keep_every": None},
 }
-VALIDATED = {"val/loss_first", "val/accuracy_first", "val/loss_second", "val/accuracy_second"}
+VALIDATED = {f"val/{metric}_{name}" for metric in ("loss", "bits_per_byte", "accuracy") for name in ("first", "second")}
 
 
 class Stop(Observer):

@@ -54,7 +54,12 @@ def trained(tmp_path_factory) -> Path:
     )
     output = [line.partition(" I ")[2] for line in lines if "val/loss_held" in line]
     assert [line.partition(":")[0] for line in output] == ["step 5", "step 10", "step 12"]
-    assert output[-1].startswith(f"step 12: val/loss_held {loss:.4f}  val/accuracy_held 0.")
+    # a token is a byte, and one more token ends the text
+    n = (folder / "text.txt").stat().st_size
+    bits = metrics(folder / "run")[-1]["val/bits_per_byte_held"]
+    assert bits == pytest.approx(loss / math.log(2) * (n + 1) / n, rel=1e-9)
+    shown = f"val/loss_held {loss:.4f}  val/bits_per_byte_held {bits:.4f}  val/accuracy_held 0."
+    assert output[-1].startswith(f"step 12: {shown}")
     return folder
 
 

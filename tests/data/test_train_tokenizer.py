@@ -1,0 +1,98 @@
+"""train_tokenizer.py: transformers reads what it writes, and the loader takes it."""
+
+import gzip
+import json
+
+import pytest
+
+import train_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer_training import Training, train
+from mesh_transformer.errors import UserError
+
+LINES = [f"The {i}th bottle of beer stands on the wall, and the {i * i}th falls.\n\n" for i in range(400)]
+ODD = "na\u00efve \u4f60\u597d \U0001f468\u200d\U0001f469 \0 <|endoftext|> <|user|>\r\n  x"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "a.txt").write_text("".join(LINES[:200]) + "<|endoftext|>" + "".join(LINES[200:300]))
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in [*LINES[300:], ""])
+    inputs = [f"--input={folder / name}" for name in ("a.txt", "b.jsonl.gz")]
+    train_tokenizer.main([*inputs, f"--output={folder / 'made'}", "--vocab=500", "--special=<|user|>"])
+    return folder
+
+
+def test_transformers_reads_the_folder(trained, capsys):
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(trained / "made"), load_tokenizer(str(trained / "made"))
+    assert (len(theirs), ours.n_vocab) == (500, 500)
+    assert (theirs.eos_token_id, ours.eot) == (0, 0)
+    assert theirs.convert_tokens_to_ids(["<|endoftext|>", "<|user|>"]) == [0, 1]
+    for text in (LINES[7], ODD, ""):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert theirs.decode(ids) == text
+    assert theirs.encode("a<|user|>b")[1] == 1
+    assert ours.encode_literal(["<|user|>"])[0] != [1]
+    # frequent words are tokens, and so are two line ends
+    assert all(len(theirs.encode(text)) == 1 for text in (" bottle", " wall", "\n\n"))
+
+
+def test_the_merges_are_those_of_the_most_frequent_pairs(tmp_path):
+    """The oracle counts pairs in a text whose words are all letters."""
+    words = ["abab"] * 9 + ["cab"] * 5 + ["cd"] * 3
+    (tmp_path / "a.txt").write_text("\n".join(words))
+    train([str(tmp_path / "a.txt")], str(tmp_path / "made"), Training(260))
+    made = json.loads((tmp_path / "made" / "tokenizer.json").read_text())["model"]["merges"]
+    # ab: 23 times; then abab 9; then c+ab 5
+    assert [tuple(pair) for pair in made] == [("a", "b"), ("ab", "ab"), ("c", "ab")]
+
+
+def test_the_result_depends_on_the_text_alone(trained, tmp_path):
+    inputs = [str(trained / name) for name in ("a.txt", "b.jsonl.gz")]
+    again = train(inputs, str(tmp_path / "again"), Training(500, ("<|user|>",)))
+    # an empty text is no document
+    assert (again.vocab, again.documents) == (500, 102)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (trained / "made" / name).read_bytes()
+
+
+def test_a_long_word_is_cut(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 50_000 + "\n" + "a b " * 100)
+    train([str(tmp_path / "a.txt")], str(tmp_path / "made"), Training(300))
+    assert load_tokenizer(str(tmp_path / "made")).n_vocab > 258
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vocab=256"], "--vocab 256: must be 257 (256 bytes and 1 special token) to 1048576"),
+        (["--special= a"], "--special ' a': must be 1 to 100 characters without white space at its ends"),
+        (["--special=b", "--special=b"], "--special 'b': is there twice"),
+        (["--input=a.txt"], "a.txt is in two inputs"),
+        (["--input=none.txt"], "no such file or folder: none.txt"),
+        (["--output=old"], "old already has a tokenizer: choose another --output"),
+        (["--output=file.txt/x"], "file.txt"),
+    ],
+)
+def test_a_mistake_ends_before_the_training(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "file.txt"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError) as error:
+        train_tokenizer.main(["--input=a.txt", "--output=new", *arguments])
+    assert message in str(error.value)
+    assert not (tmp_path / "new" / "tokenizer.json").exists()
+
+
+def test_an_empty_text(tmp_path):
+    (tmp_path / "a.txt").write_text("<|endoftext|>")
+    with pytest.raises(UserError, match="there is no text to train on"):
+        train([str(tmp_path / "a.txt")], str(tmp_path / "made"), Training(300))
+    assert not (tmp_path / "made" / "tokenizer.json").exists()
