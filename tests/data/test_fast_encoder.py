@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN
 
 from mesh_transformer.data import byte_level, fast_encoder, tiktoken_encoder
 from mesh_transformer.data.byte_level import Unsupported
@@ -23,8 +24,7 @@ from mesh_transformer.data.tiktoken_encoder import TiktokenEncoder
 from mesh_transformer.data.tokenizer import load_tokenizer
 
 FAMILIES = ("gpt2", "llama3", "qwen", "neox")
-# as transformers writes them
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 SPECIAL = AddedToken("<|endoftext|>", special=True, normalized=False)
 THINK = [AddedToken(name, special=False, normalized=False) for name in ("<think>", "</think>", "<thinker>")]
 SPACES = [AddedToken(" " * n, special=False, normalized=True) for n in range(2, 25)]
@@ -42,7 +42,7 @@ def trained(repo, kind):
     if kind == "neox":
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        pattern = LLAMA3 if kind == "llama3" else LLAMA3.replace("{1,3}", "")
+        pattern = LLAMA3 if kind == "llama3" else QWEN
         made.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(pattern), "isolated"),
