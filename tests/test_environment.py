@@ -26,6 +26,7 @@ COMMANDS = {
     "to_hf_weights.py": "--input-ckpt a --output-path b",
     "tpu_utils.py": "list --zone europe-west4-a",
     "train.py": "--config configs/tiny_shakespeare.json --processes 2",
+    "train_tokenizer.py": "--input a.txt --output b",
     "-m examples.fsdp": "",
 }
 # without site-packages, so that no requirement is found
