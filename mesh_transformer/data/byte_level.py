@@ -121,19 +121,21 @@ def read(definition: Mapping[str, Any], merge: Callable[[str], list[int]]) -> By
 
 def _pattern(splitter: Any) -> str:
     """The pattern of the words. `splitter`: the entry `pre_tokenizer`."""
-    parts = splitter.get("pretokenizers", [splitter]) if isinstance(splitter, dict) else [None]
-    last = parts[-1]
-    if not (isinstance(last, dict) and last.get("type") == "ByteLevel") or last.get("add_prefix_space"):
-        raise Unsupported(f"its pre-tokenizer is {str(splitter)[:200]}")
-    if len(parts) == 1 and last.get("use_regex", True):
+    unknown = Unsupported(f"its pre-tokenizer is {str(splitter)[:200]}")
+    if not isinstance(splitter, dict):
+        raise unknown
+    *before, last = splitter.get("pretokenizers") or [splitter]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        raise unknown
+    if not before and last.get("use_regex", True):
         return _GPT2
-    first = parts[0]
-    if len(parts) == 2 and first.get("type") == "Split" and not last.get("use_regex", True):
-        pattern = first["pattern"].get("Regex")
+    if len(before) == 1 and before[0].get("type") == "Split" and not last.get("use_regex", True):
+        split = before[0]
+        pattern = split["pattern"].get("Regex")
         # the matches are the words, whether they are kept or all else is removed
-        if pattern in _PATTERNS and (first["behavior"], first["invert"]) in (("Isolated", False), ("Removed", True)):
+        if pattern in _PATTERNS and (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True)):
             return str(pattern)
-    raise Unsupported(f"its pre-tokenizer is {str(splitter)[:200]}")
+    raise unknown
 
 
 def _ranks(model: Mapping[str, Any], merge: Callable[[str], list[int]]) -> dict[bytes, int]:
@@ -161,7 +163,7 @@ def _check_order(
     """Check that merges are in the order of the ids that they make, and use only earlier tokens.
 
     Args:
-        whole_words: several merges may make one token.
+        whole_words: several merges may make one token, also of later tokens.
     """
     before = -1
     for left, right in merges:
@@ -169,7 +171,7 @@ def _check_order(
         if id < before or (id == before and not whole_words):
             raise Unsupported(f"its merges are not in the order of the ids: {left[:50]!r} and {right[:50]!r}")
         before = id
-        if any(part not in single and vocabulary[part] >= id for part in (left, right)):
+        if not whole_words and any(part not in single and vocabulary[part] >= id for part in (left, right)):
             raise Unsupported(f"the merge of {left[:50]!r} and {right[:50]!r} uses a later token")
 
 
