@@ -1,6 +1,6 @@
 """Tokens per CPU second of tokenizers and of tiktoken, on the same text, in child processes that run in turn.
 
-python benchmarks/tokenizing.py --tokenizer FOLDER --input PATH [--characters 4000000]
+python benchmarks/tokenizing.py [--tokenizer FOLDER] [--input PATH] [--characters 4000000] [--rounds 5]
 
 Each child encodes batches of 256 Ki characters in one thread, after a first batch that is not timed. The ids of both
 must be equal.
@@ -21,8 +21,8 @@ _BATCH_CHARS = 1 << 18
 
 def main() -> None:
     made = parser(__doc__, config=None)
-    made.add_argument("--tokenizer", required=True, help="a folder, or a name on the Hugging Face hub")
-    made.add_argument("--input", required=True, help="text, as create_finetune_tfrecords.py takes it")
+    made.add_argument("--tokenizer", default="gpt2", help="a folder, or a name on the Hugging Face hub")
+    made.add_argument("--input", default="data", help="text, as create_finetune_tfrecords.py takes it")
     made.add_argument("--characters", type=int, default=4_000_000, help="characters that are encoded at most")
     arguments = parse(made)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

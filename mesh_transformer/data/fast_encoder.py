@@ -35,7 +35,8 @@ class LiteralEncoder:
         self._tokenizer = tokenizer
         self._threads = _threads() if threads is None else threads
         self._fast: TiktokenEncoder | None = None
-        self._tried = not isinstance(tokenizer, HubTokenizer)
+        # whose vocabulary is still to be tried
+        self._source = tokenizer if isinstance(tokenizer, HubTokenizer) else None
         # characters since the start, and since the other encoder is used
         self._chars = self._compared = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -65,13 +66,12 @@ class LiteralEncoder:
     def _start(self, texts: Sequence[str]) -> None:
         """Prepare the other encoder if enough text has come."""
         self._chars += sum(map(len, texts))
-        if self._tried or self._chars < _BEFORE_CHARS:
+        if self._source is None or self._chars < _BEFORE_CHARS:
             return
-        self._tried = True
-        assert isinstance(self._tokenizer, HubTokenizer)
+        source, self._source = self._source, None
         try:
-            definition = self._tokenizer.definition()
-            fast = TiktokenEncoder(byte_level.read(definition, self._tokenizer.merged))
+            definition = source.definition()
+            fast = TiktokenEncoder(byte_level.read(definition, source.merged))
         except byte_level.Unsupported as error:
             _log.debug("tokenizers encodes all texts, not tiktoken: %s", error)
             return
@@ -88,7 +88,7 @@ class LiteralEncoder:
     def _encode_all(self, fast: TiktokenEncoder, texts: Sequence[str]) -> list[list[int] | None] | None:
         """The ids of each text, None for a text that is not for `fast`; None if the library panics."""
         try:
-            if self._threads == 1 or len(texts) == 1:
+            if self._threads == 1 or len(texts) < 2:
                 return [fast.encode(text) for text in texts]
             self._pool = self._pool or ThreadPoolExecutor(self._threads, "encode")
             share = -(-len(texts) // (4 * self._threads))

@@ -124,6 +124,7 @@ def test_the_encoder_of_a_corpus(tokenizers, at_once, threads):
     for _ in range(2):
         assert encoder.encode(texts) == tokenizers["gpt2"].encode_literal(texts)
         assert encoder.fast
+    assert encoder.encode([]) == []
 
 
 def test_the_first_texts_are_encoded_by_tokenizers(tokenizers, monkeypatch):
