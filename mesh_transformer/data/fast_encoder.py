@@ -12,8 +12,8 @@ from mesh_transformer.data.tokenizer import HubTokenizer, Tokenizer, valid_text
 
 _log = logging.getLogger(__name__)
 
-# a short text is done before the other encoder has started, which takes about a second
-_BEFORE_CHARS = 1 << 20
+# the start of the other encoder takes about as long as this text
+_BEFORE_CHARS = 1 << 21
 # of the first documents, which both encode
 _COMPARED_CHARS = 1 << 20
 _NAMES = 300
@@ -23,9 +23,9 @@ _SHOWN_CHARS = 60
 class LiteralEncoder:
     """Encodes texts as `tokenizer.encode_literal` does: the ids are the same, whether or not tiktoken is installed.
 
-    The tokenizer encodes the first million characters. Then tiktoken takes over if it can read the vocabulary, divides
-    all characters into the same classes, and gives the same ids for the texts of `probe_texts` and the next million
-    characters. On a difference a warning names the text, and the tokenizer goes on.
+    The tokenizer encodes the first two million characters. Then tiktoken takes over if it can read the vocabulary,
+    divides all characters into the same classes, and gives the same ids for the texts of `probe_texts` and the next
+    million characters. On a difference a warning names the text, and the tokenizer goes on.
 
     Args:
         threads: how many encode at once. None: one for each core, or one if TOKENIZERS_PARALLELISM is false.

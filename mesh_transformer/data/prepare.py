@@ -129,7 +129,7 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
         os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch, scratch_file(folder) as counts:
             written = write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True), "data.seq")
-            with open(counts, "wb") as file:
+            with open(counts, "w", encoding="ascii") as file:
                 file.write(written.source.to_json())
             os.replace(counts, cached_counts(target))
             os.replace(scratch, target)

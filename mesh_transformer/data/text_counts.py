@@ -34,15 +34,15 @@ class TextCounts:
         """The bits that a byte of the text takes, if a token takes `nats_per_token` in the mean."""
         return nats_per_token / math.log(2) * self.tokens / self.bytes
 
-    def to_json(self) -> bytes:
+    def to_json(self) -> str:
         """The object that `of` reads."""
-        return json.dumps(dataclasses.asdict(self)).encode()
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def of(cls, entry: Any) -> Self | None:
         """The counts in an object of JSON; None if one of them is missing or not a positive whole number."""
         names = [field.name for field in dataclasses.fields(cls)]
-        numbers = [entry.get(name) for name in names] if isinstance(entry, dict) else []
+        numbers: list[Any] = [entry.get(name) for name in names] if isinstance(entry, dict) else []
         return cls(*numbers) if numbers and all(type(number) is int and number > 0 for number in numbers) else None
 
 
