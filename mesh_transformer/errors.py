@@ -16,6 +16,23 @@ class UserError(ValueError):
     """
 
 
+class BadDataError(UserError):
+    """A file, or a place in it, that is damaged or not of its format.
+
+    Args:
+        place: the file, and the byte, line or row in it where that is known.
+        kind: a short reason, by which such places are counted.
+        reason: what was given, what is allowed, what to change.
+    """
+
+    def __init__(self, place: str, kind: str, reason: str):
+        super().__init__(place, kind, reason)
+        self.place, self.kind, self.reason = place, kind, reason
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
 class CredentialsError(UserError):
     """This machine has no credentials for a bucket, or the bucket refuses them. On a host of a cluster this may be
     temporary."""

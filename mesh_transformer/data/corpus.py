@@ -1,5 +1,6 @@
 """Reads documents from text, JSON-lines and tar files, compressed or not, in pieces of bounded size."""
 
+import codecs
 import io
 import json
 import logging
@@ -8,9 +9,9 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from typing import IO, NamedTuple
 
-from mesh_transformer.data.inflate import Compression, inflated
+from mesh_transformer.data.inflate import Compression, inflated, without_suffix
 from mesh_transformer.data.tar import damage_explained, tar_members
-from mesh_transformer.errors import UserError, plural
+from mesh_transformer.errors import BadDataError, UserError, plural
 from mesh_transformer.files import is_remote, open_binary, seen_from
 
 _log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ MAX_OUTSIDE_BYTES = 4 << 20
 _NAMED = 3
 _HARD_CUT_CHARS = 8 * PIECE_CHARS
 _KINDS = (".txt", ".jsonl", ".tar")
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".xz": "xz", ".zst": "zst"}
 _ACCEPTED = ".txt, .jsonl, .tar, each also with .gz, .xz or .zst appended, .tgz, or a plain .xz"
 # After a letter or digit, white space starts a new token in every byte-level tokenizer.
 _NEW_LINE = re.compile(r"(?<=[^\W_])\n")
@@ -68,7 +68,7 @@ def file_pieces(path: str, separator: str | None) -> Iterator[Piece]:
     """The documents of one file, in pieces. A `separator` in a text ends a document.
 
     Raises:
-        UserError: the file is missing, damaged or not UTF-8, or a line is not JSON; names the file and the line.
+        UserError: the file is missing, damaged or not UTF-8, or a line is not JSON; names the file and the place.
     """
     with open_binary(path) as file:
         yield from _pieces_of(file, path, os.path.basename(path), separator)
@@ -76,12 +76,8 @@ def file_pieces(path: str, separator: str | None) -> Iterator[Piece]:
 
 def _kind(name: str) -> tuple[str | None, Compression | None]:
     """(.txt | .jsonl | .tar | '' where only the decompressed content decides | None, compression)."""
-    name = name.lower()
-    if name.endswith(".tgz"):
-        return ".tar", "gzip"
-    stem, suffix = os.path.splitext(name)
-    compression = _COMPRESSIONS.get(suffix)
-    inner = os.path.splitext(stem)[1] if compression else suffix
+    stem, compression = without_suffix(name)
+    inner = os.path.splitext(stem)[1]
     if inner in _KINDS:
         return inner, compression
     return ("" if compression == "xz" else None), compression
@@ -100,7 +96,7 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
         for text in _json_texts(file, place):
             yield from cut([text], separator) if text is not None else [Piece("", True, null=True)]
     else:
-        yield from cut(_text_blocks(file, place), separator)
+        yield from cut(text_blocks(file, place, translate=True), separator)
 
 
 def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[Piece]:
@@ -124,18 +120,29 @@ def _warn_skipped(place: str, first: list[str], count: int) -> None:
         _log.warning("%s: skipped %s (%s); allowed: %s", place, plural(count, "file"), some, _ACCEPTED)
 
 
-def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:
-    with io.TextIOWrapper(file, encoding="utf-8") as text:
-        line = 1
-        while True:
-            try:
-                block = text.read(PIECE_CHARS)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{place}: not UTF-8 text ({error.reason}, in line {line} or after it)") from error
-            if not block:
-                return
-            line += block.count("\n")
-            yield block
+def text_blocks(file: IO[bytes], place: str, *, translate: bool) -> Iterator[str]:
+    """The text of a UTF-8 file in blocks of at most PIECE_CHARS characters.
+
+    Args:
+        translate: every end of a line becomes a line feed.
+
+    Raises:
+        BadDataError: it is not UTF-8; names the byte.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    read, ended = 0, False
+    while not ended:
+        data = file.read(PIECE_CHARS)
+        read, ended = read + len(data), not data
+        try:
+            block = decoder.decode(data, ended)
+        except UnicodeDecodeError as error:
+            at = read - len(error.object) + error.start
+            reason = f"not UTF-8 text ({error.reason}): convert the file to UTF-8"
+            raise BadDataError(f"{place}, byte {at:,}", "not UTF-8", reason) from error
+        # its types are for bytes; without a decoder it takes text
+        yield lines.decode(block, ended) if translate else block  # type: ignore[arg-type]
 
 
 def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
@@ -143,14 +150,14 @@ def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: split it into documents")
-        if _has_too_much_outside(line):
-            raise UserError(
-                f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other "
-                "than text"
-            )
+            raise line_too_long(f"{place}, line {number}")
         if line.strip():
-            yield _json_text(line, f"{place}, line {number}")
+            yield json_text(line, f"{place}, line {number}")
+
+
+def line_too_long(place: str) -> BadDataError:
+    """The error for a line over the bound."""
+    return BadDataError(place, "line too long", f"longer than {MAX_LINE_BYTES} bytes: split it into documents")
 
 
 def _has_too_much_outside(line: bytes) -> bool:
@@ -166,22 +173,33 @@ def _has_too_much_outside(line: bytes) -> bool:
     return outside + len(line) - end > MAX_OUTSIDE_BYTES
 
 
-def _json_text(line: bytes, place: str) -> str | None:
-    """The text of a line; None if it is null. A list of paragraphs is joined by empty lines, as the original does."""
+def json_text(line: bytes, place: str, column: str = "text") -> str | None:
+    """The text of a line; None if it is null. A list of paragraphs is joined by empty lines, as the original does.
+
+    Raises:
+        BadDataError: the line is not JSON, has more than MAX_OUTSIDE_BYTES outside strings, or has no text in `column`.
+    """
+    if _has_too_much_outside(line):
+        reason = f"more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other than {column}"
+        raise BadDataError(place, "too much outside strings", reason)
     try:
         # json.loads accepts bytes in UTF-16 too, where `_has_too_much_outside` finds no strings
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON ({error})") from error
+        raise BadDataError(place, "not JSON", f"not JSON ({error})") from error
     if isinstance(value, str):
         return value
-    if isinstance(value, dict) and "text" in value:
-        text = value["text"]
-        if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
-            return "\n\n".join(text)
-        if text is None or isinstance(text, str):
-            return text
-    raise UserError(f'{place}: neither a string nor {{"text": T}} where T is a string, a list of them or null')
+    has = isinstance(value, dict) and column in value
+    text = value[column] if has else 0
+    if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
+        return "\n\n".join(text)
+    if text is None or isinstance(text, str):
+        return text
+    raise BadDataError(
+        place,
+        "no text" if not has else "not text",
+        f"neither a string nor {{{json.dumps(column)}: T}} where T is a string, a list of them or null",
+    )
 
 
 def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:

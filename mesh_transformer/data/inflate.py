@@ -6,15 +6,17 @@ bounded, so that a small hostile file fills neither memory nor disk; `lzma.LZMAF
 
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable
 from typing import IO, Any, Literal
 
 import zstandard
 
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import BadDataError
 
 Compression = Literal["gzip", "zlib", "xz", "zst"]
+SUFFIXES: dict[str, Compression] = {".gz": "gzip", ".xz": "xz", ".zst": "zst"}
 
 _BUFFER_BYTES = 1 << 16
 # input of one step: not every decompressor takes an output limit, so that little input bounds the output
@@ -30,6 +32,15 @@ _MAGIC: tuple[tuple[bytes, Compression], ...] = (
 )
 
 
+def without_suffix(name: str) -> tuple[str, Compression | None]:
+    """A file name in small letters without the suffix of its compression, and the compression."""
+    stem, suffix = os.path.splitext(name.lower())
+    if suffix == ".tgz":
+        return f"{stem}.tar", "gzip"
+    compression = SUFFIXES.get(suffix)
+    return (stem if compression else stem + suffix), compression
+
+
 def detect(head: bytes) -> Compression | None:
     """The compression that the first bytes of a file show, or None."""
     for magic, kind in _MAGIC:
@@ -43,7 +54,7 @@ class Inflated(io.RawIOBase):
     """The decompressed bytes of `file`, readable from start to end.
 
     Raises (from `read`):
-        UserError: the compressed data is damaged or ends early.
+        BadDataError: the compressed data is damaged or ends early, or so little data expands to so much.
     """
 
     def __init__(self, file: IO[bytes], kind: Compression, path: str):
@@ -66,12 +77,14 @@ class Inflated(io.RawIOBase):
             try:
                 self._output = memoryview(self._step())
             except (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
-                raise UserError(f"{self._path}: damaged {self._kind} data: {error}") from error
+                raise BadDataError(self._path, "damaged", f"damaged {self._kind} data: {error}") from error
             self._bytes_out += len(self._output)
         if self._bytes_out > max(_FREE_BYTES, _MAX_INFLATION * self._bytes_in):
-            raise UserError(
-                f"{self._path}: {self._bytes_in} bytes expand to {self._bytes_out} and more, which no text or record "
-                "file does: it is damaged or hostile"
+            raise BadDataError(
+                self._path,
+                "expands too much",
+                f"{self._bytes_in} bytes expand to {self._bytes_out} and more, which no text or record file does: it "
+                "is damaged or hostile",
             )
         n = min(len(view), len(self._output))
         view[:n] = self._output[:n]

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, Self, cast
 
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import BadDataError, UserError
 
 # of one member: its own header, and headers before it with a path and a link of 4 KiB each
 MAX_HEADER_BYTES = 16 << 10
@@ -24,14 +24,23 @@ _STEP_BYTES = 20 * tarfile.BLOCKSIZE
 
 
 def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """Name and content of each file in an archive, in order. A file can be read until the iterator advances.
+    """Name and content of each file in an archive, in order; the arguments and errors are as in `tar_entries`."""
+    for member, data in tar_entries(file, place):
+        if data is not None:
+            yield member.name, data
+
+
+def tar_entries(file: IO[bytes], place: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
+    """Header and content of each entry of an archive, in order; no content where the entry is no file.
+
+    A file can be read until the iterator advances. Links are not followed, and nothing is written to disk.
 
     Args:
         file: the decompressed archive; it need not be seekable.
         place: its name in messages.
 
     Raises:
-        UserError: the archive has a sparse file.
+        BadDataError: the archive has a sparse file.
         TarError, ValueError: it is damaged, ends early, or has headers that are too large; see `damage_explained`.
     """
     bounded = _Bounded(file)
@@ -47,22 +56,20 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
         archive.pax_headers = {}
         bounded.allow(archive.offset - archive.fileobj.tell() + MAX_HEADER_BYTES)
         if member.issparse():
-            raise UserError(f"{place}: {member.name[:200]} is a sparse file: pack it without --sparse")
-        data = archive.extractfile(member) if member.isfile() else None
-        if data is not None:
-            yield member.name, data
+            raise BadDataError(place, "sparse", f"{member.name[:200]} is a sparse file: pack it without --sparse")
+        yield member, archive.extractfile(member) if member.isfile() else None
 
 
 @contextlib.contextmanager
 def damage_explained(place: str) -> Iterator[None]:
-    """Turns the errors of a damaged archive, from `tar_members` or from reading a member, into a UserError."""
+    """Turns the errors of a damaged archive, from `tar_members` or from reading a member, into a BadDataError."""
     try:
         yield
     except UserError:
         raise
     except (tarfile.TarError, ValueError) as error:
         # the numbers of a sparse file raise ValueError
-        raise UserError(f"{place}: damaged tar archive: {error}") from error
+        raise BadDataError(place, "damaged", f"damaged tar archive: {error}") from error
 
 
 class _Header(tarfile.TarInfo):

@@ -205,7 +205,7 @@ def test_a_folder_is_read_in_order(tmp_path):
     [
         ("a.txt", b"tiny", "5 tokens do not fill one sequence of 8.*--seq"),
         ("a.txt", b"", "0 documents"),
-        ("a.txt", b"fine\nbad \xff\xfe text", "a.txt: not UTF-8"),
+        ("a.txt", b"fine\nbad \xff\xfe text", "a.txt, byte 9: not UTF-8"),
         ("a.pdf", b"%PDF", "a.pdf: unknown file suffix; allowed"),
         ("a.jsonl", b'"fine line"\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "line 1: neither"),
