@@ -124,6 +124,34 @@ def read_into(path: str, start: int, buffer: memoryview) -> int:
         return file.readinto(buffer)  # type: ignore[attr-defined]
 
 
+def download(path: str, start: int, stop: int | None, target: IO[bytes]) -> None:
+    """Append bytes `start` to `stop` of a `gs://` object to an open local file, with one request where no fault occurs.
+
+    Args:
+        stop: None, or a place after the end of the object: to its end.
+
+    Raises:
+        UserError: the object does not exist.
+    """
+    from google.api_core.exceptions import RequestRangeNotSatisfiable
+
+    span = {"start": start, "end": None if stop is None else stop - 1, "raw_download": True, "checksum": None}
+    with _missing_explained(path), contextlib.suppress(RequestRangeNotSatisfiable):
+        _blob(path).download_to_file(target, **span, retry=_retry())
+
+
+def objects(prefix: str) -> list[tuple[str, int]]:
+    """Path and size, bytes, of each object whose `gs://` path begins with `prefix`, sorted by path.
+
+    Raises:
+        UserError: there is no such bucket.
+    """
+    bucket, _, name = prefix.removeprefix("gs://").partition("/")
+    with _missing_explained(prefix):
+        found = _gcs_client().list_blobs(bucket, prefix=name, retry=_retry())
+        return sorted((f"gs://{bucket}/{blob.name}", int(blob.size)) for blob in found)
+
+
 def make_folder(path: str) -> None:
     """Create a local folder and its parents; `gs://` needs no folders."""
     if not is_remote(path):
@@ -254,12 +282,14 @@ def _blob(path: str) -> Any:
 
 @contextlib.contextmanager
 def _missing_explained(path: str) -> Iterator[None]:
-    from google.api_core.exceptions import NotFound
+    from google.api_core.exceptions import Forbidden, NotFound
 
     try:
         yield
     except NotFound as error:
         raise UserError(f"no such object: {path}") from error
+    except Forbidden as error:
+        raise UserError(f"{path}: the bucket refuses it; this account needs the role Storage Object User") from error
 
 
 def _split_folder(path: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Repositories of models on the Hugging Face hub, named hf://ORG/NAME or hf://ORG/NAME@REVISION.
+"""Repositories of models on the Hugging Face hub, named hf://ORG/NAME or hf://ORG/NAME@REVISION, and of data sets.
 
 huggingface_hub downloads the files to its cache and follows its own environment variables: HF_HOME, HF_TOKEN,
 HF_ENDPOINT, HF_HUB_OFFLINE. Several processes of one host may ask for the same files: the cache locks each file, and
@@ -19,6 +19,8 @@ from mesh_transformer.logs import log
 
 PREFIX = "hf://"
 FORM = "hf://ORG/NAME or hf://ORG/NAME@REVISION, such as hf://EleutherAI/pythia-70m@step3000"
+DATASETS = f"{PREFIX}datasets/"
+DATASET_FORM = f"{DATASETS}ORG/NAME, then @REVISION, /FOLDER, :SPLIT as needed, such as {DATASETS}org/name:train"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,6 +40,13 @@ _NAME = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>{_PART}(?:/
 # of the page of a model, or of a revision's files
 _ADDRESS = re.compile(
     rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>{_PART}/{_PART})(?:/tree/(?P<revision>{_PART}))?/?",
+    re.ASCII,
+)
+
+
+_DATASET = re.compile(
+    rf"{DATASETS}(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>refs/convert/{_PART}|{_PART}))?"
+    r"(?P<folder>(?:/[^/:]+)*)/?(?::(?P<split>[\w.-]+))?",
     re.ASCII,
 )
 
@@ -166,6 +175,83 @@ def push(folder: str, path: str) -> str:
             delete_patterns=[*_SAFETENSORS, *_BIN],
         )
     return str(created)
+
+
+class DatasetName(NamedTuple):
+    """A data set on the hub: its repository, and the folder and the split in it; empty or None: all of it."""
+
+    repository: Repository
+    folder: str
+    split: str | None
+
+
+def is_dataset(path: str) -> bool:
+    """Whether a path names a data set on the hub, or a file of one."""
+    return path.startswith(DATASETS)
+
+
+def parse_dataset(path: str) -> DatasetName:
+    """The data set that `path` names.
+
+    Raises:
+        UserError: the name is malformed.
+    """
+    match = _DATASET.fullmatch(path)
+    if match is None or ".." in path or "--" in match["name"]:
+        raise UserError(f"{path[:200]!r} is not a data set on the Hugging Face hub: expected {DATASET_FORM}")
+    return DatasetName(Repository(match["name"], match["revision"]), match["folder"].strip("/"), match["split"])
+
+
+def dataset_files(path: str) -> list[tuple[str, int]]:
+    """Path and size, bytes, of each file of a data set, in any folder. A path has the commit: hf://datasets/N@C/FILE.
+
+    Raises:
+        UserError: the name is malformed, there is no such data set, it may not be read, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    api, repository = huggingface_hub.HfApi(), parse_dataset(path).repository
+    of = {"repo_id": repository.name, "repo_type": "dataset"}
+    with _explained(path), liveness.service_call():
+        commit = api.repo_info(**of, revision=repository.revision).sha
+        tree = list(api.list_repo_tree(**of, revision=commit, recursive=True))
+    # folders have no size
+    files = [(entry.path, getattr(entry, "size", None)) for entry in tree]
+    return sorted((f"{DATASETS}{repository.name}@{commit}/{name}", n) for name, n in files if n is not None)
+
+
+def dataset_file(path: str) -> str:
+    """The local path of a file that `dataset_files` gave. It is downloaded to the cache if it is not there.
+
+    Raises:
+        UserError: it may not be read, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    with _explained(path), liveness.service_call():
+        return huggingface_hub.hf_hub_download(**_file_of(path), tqdm_class=_bar())
+
+
+def read_dataset_range(path: str, start: int, length: int) -> bytes:
+    """Bytes `start` to `start + length` of a file that `dataset_files` gave, from the hub.
+
+    Raises:
+        UserError: it may not be read, or the hub cannot be reached.
+    """
+    from huggingface_hub import constants, hf_hub_url, utils
+
+    headers = {**utils.build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
+    with _explained(path), liveness.service_call():
+        url = hf_hub_url(**_file_of(path))
+        answer = utils.http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        utils.hf_raise_for_status(answer)
+    return bytes(answer.content)
+
+
+def _file_of(path: str) -> dict[str, str]:
+    name, _, rest = path.removeprefix(DATASETS).partition("@")
+    revision, _, file = rest.partition("/")
+    return {"repo_id": name, "repo_type": "dataset", "revision": revision, "filename": file}
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 Repositories are in memory, with branches and commits. Supported: model info, trees, downloads (HEAD, GET, ranges),
 private and gated repositories, creation, uploads (regular and LFS files) and deletions.
-Not supported: Xet, tags of users, pages of a listing, datasets and spaces.
+A data set has the name `datasets/org/name` in `commit`.
+Not supported: Xet, tags of users, pages of a listing, spaces.
 
     with HubServer() as server:
         server.environment(home)                                  # variables for this process and its children
@@ -143,8 +144,8 @@ class Handler(BaseHTTPRequestHandler):
     ROUTES = (
         ("GET", r"/api/whoami-v2", "whoami"),
         ("POST", r"/api/repos/create", "create"),
-        ("GET", r"/api/models/(.+)/revision/(.+)", "info"),
-        ("GET", r"/api/models/(.+)/tree/([^/]+)", "tree"),
+        ("GET", r"/api/(?:models/)?(.+)/revision/(.+)", "info"),
+        ("GET", r"/api/(?:models/)?(.+)/tree/([^/]+)", "tree"),
         ("POST", r"/api/models/(.+)/preupload/(.+)", "preupload"),
         ("POST", r"/api/models/(.+)/commit/(.+)", "commit"),
         ("POST", r"/(.+)\.git/info/lfs/objects/batch", "batch"),
@@ -218,10 +219,12 @@ class Handler(BaseHTTPRequestHandler):
         content = repo.commits[commit][path]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         begin, status = 0, 200
-        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+        stop = len(content)
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             begin, status = int(match[1]), 206
-            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
-        self.answer(content[begin:], "application/octet-stream", status=status, headers=headers)
+            stop = min(stop, int(match[2]) + 1) if match[2] else stop
+            headers["Content-Range"] = f"bytes {begin}-{stop - 1}/{len(content)}"
+        self.answer(content[begin:stop], "application/octet-stream", status=status, headers=headers)
 
     def create(self) -> None:
         if not self.known:

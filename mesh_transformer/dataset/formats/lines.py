@@ -1,0 +1,63 @@
+"""JSON lines: a document a line. A range has the lines that begin in it."""
+
+from collections.abc import Iterator
+from typing import IO
+
+from mesh_transformer.data import corpus
+from mesh_transformer.data.corpus import Piece, cut, json_text
+from mesh_transformer.dataset.formats.base import Bad, Cut, Format, Item, Range
+from mesh_transformer.dataset.storage import open_range
+from mesh_transformer.errors import BadDataError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_STEP_BYTES = 1 << 20
+# what is read of a bucket beyond a range, because its last line may end there
+_AFTER_BYTES = 1 << 20
+
+
+def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
+    """Ranges of `part_bytes` bytes."""
+    return [(first, min(first + part_bytes, size)) for first in range(0, size, part_bytes)]
+
+
+def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
+    """The documents of the lines that begin at the bytes `first` to `stop`."""
+    with open_range(path, max(0, first - 1), stop + _AFTER_BYTES) as file:
+        # a line begins at `first` if the byte before it ends a line
+        begins = _after_line(file, first - 1, stop) if first else 0
+        yield from _documents(file, path, column, begins, stop)
+
+
+def stream(file: IO[bytes], place: str, column: str) -> Iterator[Item]:
+    """The documents of all lines."""
+    return _documents(file, place, column, 0, None)
+
+
+def _documents(file: IO[bytes], place: str, column: str, at: int, stop: int | None) -> Iterator[Item]:
+    """The documents of the lines that begin before byte `stop`. The file is at byte `at`, where a line begins."""
+    while (stop is None or at < stop) and (line := file.readline(corpus.MAX_LINE_BYTES + 1)):
+        where = f"{place}, line at byte {at:,}"
+        content = line.removeprefix(_BYTE_ORDER_MARK) if at == 0 else line
+        at += len(line)
+        if len(line) > corpus.MAX_LINE_BYTES:
+            yield Bad.of(corpus.line_too_long(where))
+            at = at if line.endswith(b"\n") else _after_line(file, at, stop)
+        elif content.strip():
+            try:
+                text = json_text(content, where, column)
+            except BadDataError as error:
+                yield Bad.of(error)
+            else:
+                yield from cut([text], None) if text is not None else [Piece("", True, null=True)]
+
+
+def _after_line(file: IO[bytes], at: int, stop: int | None) -> int:
+    """Pass the rest of a line. Returns the byte after it, or a byte after `stop`."""
+    while (stop is None or at < stop) and (passed := file.readline(_STEP_BYTES)):
+        at += len(passed)
+        if passed.endswith(b"\n"):
+            break
+    return at
+
+
+FORMAT = Format(".jsonl", stream, Cut(ranges, pieces))

@@ -1,0 +1,183 @@
+"""Parquet files, read by pyarrow: a document a row of the column. A range is a range of row groups."""
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mesh_transformer import files, hub
+from mesh_transformer.data.corpus import PIECE_CHARS, Piece, cut, text_blocks
+from mesh_transformer.dataset.formats.base import Bad, Cut, Format, Item, Range
+from mesh_transformer.dataset.storage import RangeFile, open_file
+from mesh_transformer.errors import BadDataError, UserError, byte_size, listed
+
+_log = logging.getLogger(__name__)
+# of a column in a row group: a warning names row groups with more
+LARGE_BYTES = 1 << 28
+_BUFFER_BYTES = 1 << 20
+# of a batch: few, because each text may be long
+_BATCH_ROWS = 64
+_BATCH_BYTES = 1 << 23
+
+
+def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
+    """Ranges of row groups with at most `part_bytes` bytes in the file, or of one row group. Reads the footer only.
+
+    Raises:
+        BadDataError: the file is damaged, or the column is missing or holds no strings.
+    """
+    with open_file(path, size) as file, _opened(path, file) as parquet, _errors_explained(path):
+        index = _check_column(path, parquet, column)
+        groups = [parquet.metadata.row_group(number) for number in range(parquet.num_row_groups)]
+        sizes = [group.column(index).total_uncompressed_size for group in groups]
+        large = [f"{number:,}" for number, held in enumerate(sizes) if held > LARGE_BYTES]
+        if large:
+            _log.warning(
+                "%s: column %r has more than %s in row group %s; a worker may need as much memory: write it with fewer "
+                "rows a group",
+                *(path, column, byte_size(LARGE_BYTES), listed(large)),
+            )
+        found: list[Range] = []
+        held = 0
+        for number, group in enumerate(groups):
+            count = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+            held += count
+            if found and held <= part_bytes:
+                found[-1] = found[-1][0], number + 1
+            else:
+                found.append((number, number + 1))
+                held = count
+        return found
+
+
+def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
+    """The documents of the row groups `first` to `stop`."""
+    try:
+        with _source(path) as file, _opened(path, file) as parquet:
+            with _errors_explained(path):
+                index = _check_column(path, parquet, column)
+            if isinstance(file, RangeFile):
+                _hold(file, parquet.metadata, index, first, stop)
+            before = sum(parquet.metadata.row_group(number).num_rows for number in range(first))
+            for number in range(first, stop):
+                yield from _group(path, parquet, column, index, number, before)
+                before += parquet.metadata.row_group(number).num_rows
+    except BadDataError as error:
+        yield Bad.of(error)
+
+
+@contextmanager
+def _source(path: str) -> Iterator[io.IOBase]:
+    if files.is_remote(path):
+        with RangeFile(path, files.size(path)) as file:
+            yield file
+    else:
+        with open_file(hub.dataset_file(path) if hub.is_dataset(path) else path, 0) as local:
+            yield local
+
+
+def _hold(file: RangeFile, metadata: Any, index: int, first: int, stop: int) -> None:
+    """Download what the row groups have of a column, with one request, and what lies between."""
+    columns = [metadata.row_group(number).column(index) for number in range(first, stop)]
+    starts = [min(filter(None, (column.dictionary_page_offset, column.data_page_offset))) for column in columns]
+    ends = [start + column.total_compressed_size for start, column in zip(starts, columns, strict=True)]
+    if starts and 0 <= min(starts) < max(ends):
+        file.hold(min(starts), min(max(ends), file.size))
+
+
+def _group(path: str, parquet: Any, column: str, index: int, number: int, before: int) -> Iterator[Item]:
+    """The documents of a row group; `before`: the rows before it."""
+    group = parquet.metadata.row_group(number)
+    average = group.column(index).total_uncompressed_size // max(1, group.num_rows)
+    size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, average)))
+    row = before
+    try:
+        with _errors_explained(f"{path}, row group {number:,} at row {before:,}"):
+            batches = parquet.iter_batches(size, row_groups=[number], columns=[column], use_threads=False)
+            for batch in batches:
+                values = batch.column(0)
+                values = values.dictionary_decode() if hasattr(values, "dictionary") else values
+                for value in values:
+                    yield from _document(value, f"{path}, row {row:,}")
+                    row += 1
+    except BadDataError as error:
+        yield Bad.of(error)
+
+
+def _document(value: Any, place: str) -> Iterator[Item]:
+    if not value.is_valid:
+        yield Piece("", True, null=True)
+        return
+    buffer = value.as_buffer()
+    try:
+        if buffer.size <= PIECE_CHARS:
+            yield Piece(str(buffer, "utf-8"), True)
+        else:
+            import pyarrow
+
+            # the text as a whole would take up to four times its bytes
+            yield from cut(text_blocks(pyarrow.BufferReader(buffer), place, translate=False), None)
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 text ({error.reason}): write the column as strings again"
+        yield Bad(place, "not UTF-8", f"{place}: {reason}")
+    except BadDataError as error:
+        yield Bad.of(error)
+
+
+@contextmanager
+def _opened(path: str, file: io.IOBase) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{path}: pyarrow is not installed: pip install -e '.[parquet]'") from error
+    with _errors_explained(path):
+        # reads page by page; pre_buffer would read whole row groups
+        parquet = pyarrow.parquet.ParquetFile(
+            file, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+        )
+    with parquet:
+        yield parquet
+
+
+def _check_column(path: str, parquet: Any, column: str) -> int:
+    """The number of the column. Raises BadDataError if the file has no column of this name that holds strings."""
+    import pyarrow
+
+    schema = parquet.schema_arrow
+    fields = schema.get_all_field_indices(column)
+    if len(fields) != 1:
+        names = listed([repr(name[:100]) for name in schema.names])
+        many = "several columns" if fields else "no column"
+        reason = f"{many} {column!r}; it has {names}: choose one with --column, or leave the file out"
+        raise BadDataError(path, "no column", reason)
+    kind = schema.field(fields[0]).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not any(
+        test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    ):
+        reason = f"the column {column!r} holds {str(kind)[:100]}; allowed: strings: choose another with --column"
+        raise BadDataError(path, "not text", reason)
+    paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+    return paths.index(column)
+
+
+@contextmanager
+def _errors_explained(place: str) -> Iterator[None]:
+    """Turns pyarrow's errors into a BadDataError."""
+    import pyarrow
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        # of the disk or of the network
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        said = " ".join(str(error).split())[:200]
+        reason = f"damaged Parquet data ({said}): download or write the file again"
+        raise BadDataError(place, "damaged", reason) from error
+
+
+FORMAT = Format(".parquet", None, Cut(ranges, pieces))
