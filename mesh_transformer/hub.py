@@ -229,7 +229,7 @@ def dataset_file(path: str) -> str:
     import huggingface_hub
 
     with _explained(path), liveness.service_call():
-        return huggingface_hub.hf_hub_download(**_file_of(path), tqdm_class=_bar())
+        return huggingface_hub.hf_hub_download(**_file_of(path))
 
 
 def read_dataset_range(path: str, start: int, length: int) -> bytes:

@@ -39,6 +39,7 @@ RANKS = [
     {"estimate"},
     {"checkpoint"},
     {"data"},
+    {"dataset"},
     {"runtime"},
     {"cloud"},
     {"cluster"},
@@ -76,7 +77,7 @@ ROOM_RANK = {
 # these do not import each other; runtime combines them
 INDEPENDENT = {"train", "infer", "checkpoint", "data"}
 PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
-CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cloud", "cluster", "entry"}
+CHECKS_INPUT = {"config", "data", "dataset", "checkpoint", "runtime", "cloud", "cluster", "entry"}
 MAY_IMPORT = {
     "ray": {"cluster/backends/ray_cluster.py"},
     "haiku": {"parallel/sharding.py", "models/"},

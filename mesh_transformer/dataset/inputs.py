@@ -57,7 +57,7 @@ def read_inputs(specs: Sequence[str]) -> list[Input]:
     if not specs:
         raise UserError("no input: give at least one --input")
     inputs = [_read(spec) for spec in specs]
-    names = Counter(os.path.normpath(one.spec) for one in inputs)
+    names = Counter(one.spec.rstrip("/") for one in inputs)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UserError(f"the input {twice[0]} is given {names[twice[0]]} times: give it once, with its share")
     owners: dict[str, str] = {}
@@ -108,7 +108,7 @@ def _is_remote(name: str) -> bool:
 
 def _exists(name: str) -> bool:
     if files.is_remote(name):
-        return bool(files.objects(name))
+        return any(path == name or path.startswith(f"{name}/") for path, _ in files.objects(name))
     return not hub.is_name(name) and os.path.exists(name)
 
 
@@ -193,8 +193,8 @@ def _hub_files(name: str) -> list[tuple[str, int]]:
     tables = [one for one in inside if format_of(one[0]) == "parquet"]
     if not tables:
         raise UserError(
-            f"{name}: no .parquet file{f' in the folder {folder}' if folder else ''}. The hub keeps a converted copy of "
-            "many data sets: give the revision @refs/convert/parquet, or download the files and give their folder"
+            f"{name}: no .parquet file{f' in the folder {folder}' if folder else ''}. The hub keeps a converted copy "
+            "of many data sets: give the revision @refs/convert/parquet, or download the files and give their folder"
         )
     by_split = {known: [one for one in tables if _is_of(below[one[0]], known)] for known in {*_SPLITS, split or ""}}
     if split is not None:

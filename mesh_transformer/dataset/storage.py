@@ -93,16 +93,21 @@ class RangeFile(io.RawIOBase):
 
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")[: max(0, self.size - self._at)]
+        done = 0
+        # Parquet's reader takes fewer bytes than it asked for as the end of the file
+        while done < len(view) and (data := self._some(len(view) - done)):
+            view[done : done + len(data)] = data
+            done += len(data)
+            self._at += len(data)
+        return done
+
+    def _some(self, length: int) -> bytes:
+        """At least one and at most `length` of the next bytes; none at the end of the file."""
         if self._held is not None and self._start <= self._at < self._stop:
             self._held.seek(self._at - self._start)
-            data = self._held.read(min(len(view), self._stop - self._at))
-        elif hub.is_dataset(self._path):
-            data = hub.read_dataset_range(self._path, self._at, len(view)) if view else b""
-        else:
-            data = files.read_range(self._path, self._at, len(view))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+            return self._held.read(min(length, self._stop - self._at))
+        read = hub.read_dataset_range if hub.is_dataset(self._path) else files.read_range
+        return read(self._path, self._at, length)
 
     def close(self) -> None:
         self._release()

@@ -52,8 +52,11 @@ def _documents(file: IO[bytes], place: str, column: str, at: int, stop: int | No
 
 
 def _after_line(file: IO[bytes], at: int, stop: int | None) -> int:
-    """Pass the rest of a line. Returns the byte after it, or a byte after `stop`."""
-    while (stop is None or at < stop) and (passed := file.readline(_STEP_BYTES)):
+    """Pass the rest of a line. Returns the byte after it, at most `stop`."""
+    while stop is None or at < stop:
+        passed = file.readline(_STEP_BYTES if stop is None else min(_STEP_BYTES, stop - at))
+        if not passed:
+            break
         at += len(passed)
         if passed.endswith(b"\n"):
             break

@@ -15,6 +15,9 @@ from mesh_transformer.errors import BadDataError, UserError, byte_size, listed
 _log = logging.getLogger(__name__)
 # of a column in a row group: a warning names row groups with more
 LARGE_BYTES = 1 << 28
+# of a column in a row group: more is refused where the file has less than a thousandth of it
+_FREE_BYTES = 1 << 30
+_MAX_INFLATION = 1100
 _BUFFER_BYTES = 1 << 20
 # of a batch: few, because each text may be long
 _BATCH_ROWS = 64
@@ -38,17 +41,26 @@ def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
                 "rows a group",
                 *(path, column, byte_size(LARGE_BYTES), listed(large)),
             )
-        found: list[Range] = []
-        held = 0
-        for number, group in enumerate(groups):
-            count = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-            held += count
-            if found and held <= part_bytes:
-                found[-1] = found[-1][0], number + 1
-            else:
-                found.append((number, number + 1))
-                held = count
-        return found
+        for number, (group, expanded) in enumerate(zip(groups, sizes, strict=True)):
+            if expanded > max(_FREE_BYTES, _MAX_INFLATION * group.column(index).total_compressed_size):
+                reason = f"row group {number:,} expands to {expanded:,} bytes, which no text does: it is hostile"
+                raise BadDataError(path, "expands too much", reason)
+        counts = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+    return _together(counts, part_bytes)
+
+
+def _together(counts: list[int], most: int) -> list[Range]:
+    """Ranges of neighbours whose counts add up to at most `most`, or of one alone."""
+    found: list[Range] = []
+    held = 0
+    for number, count in enumerate(counts):
+        held += count
+        if found and held <= most:
+            found[-1] = found[-1][0], number + 1
+        else:
+            found.append((number, number + 1))
+            held = count
+    return found
 
 
 def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
@@ -158,8 +170,7 @@ def _check_column(path: str, parquet: Any, column: str) -> int:
     ):
         reason = f"the column {column!r} holds {str(kind)[:100]}; allowed: strings: choose another with --column"
         raise BadDataError(path, "not text", reason)
-    paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-    return paths.index(column)
+    return [parquet.schema.column(i).path for i in range(len(parquet.schema))].index(column)
 
 
 @contextmanager
@@ -176,7 +187,7 @@ def _errors_explained(place: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         said = " ".join(str(error).split())[:200]
-        reason = f"damaged Parquet data ({said}): download or write the file again"
+        reason = f"Parquet data that cannot be read ({said}): download or write the file again"
         raise BadDataError(place, "damaged", reason) from error
 
 
