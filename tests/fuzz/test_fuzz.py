@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import configs, harness, http_requests, manifests, templates, tokenizer_files, weights
+from fuzz import configs, corpora, harness, http_requests, manifests, templates, tokenizer_files, weights
 
 FUZZERS: dict[str, harness.Fuzzer] = {
     "configs": configs.fuzzer,
@@ -14,6 +14,7 @@ FUZZERS: dict[str, harness.Fuzzer] = {
     "tokenizers": tokenizer_files.fuzzer,
     "templates": templates.fuzzer,
     "manifests": manifests.fuzzer,
+    "corpora": corpora.fuzzer,
     "requests": http_requests.fuzzer,
 }
 FEW = 60

@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         ("POST", r"/api/models/(.+)/commit/(.+)", "commit"),
         ("POST", r"/(.+)\.git/info/lfs/objects/batch", "batch"),
         ("PUT", r"/upload/(\w+)", "put"),
-        ("GET", r"/api/models/(.+)", "info"),
+        ("GET", r"/api/(?:models/)?(.+)", "info"),
         ("GET", r"/(.+)/resolve/([^/]+)/(.+)", "resolve"),
     )
 
