@@ -210,14 +210,13 @@ def dataset_files(path: str) -> list[tuple[str, int]]:
     """
     import huggingface_hub
 
-    api, repository = huggingface_hub.HfApi(), parse_dataset(path).repository
-    of = {"repo_id": repository.name, "repo_type": "dataset"}
+    api, (name, revision) = huggingface_hub.HfApi(), parse_dataset(path).repository
     with _explained(path), liveness.service_call():
-        commit = api.repo_info(**of, revision=repository.revision).sha
-        tree = list(api.list_repo_tree(**of, revision=commit, recursive=True))
+        commit = api.dataset_info(name, revision=revision).sha
+        tree = list(api.list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset"))
     # folders have no size
     files = [(entry.path, getattr(entry, "size", None)) for entry in tree]
-    return sorted((f"{DATASETS}{repository.name}@{commit}/{name}", n) for name, n in files if n is not None)
+    return sorted((f"{DATASETS}{name}@{commit}/{file}", size) for file, size in files if size is not None)
 
 
 def dataset_file(path: str) -> str:
@@ -229,7 +228,8 @@ def dataset_file(path: str) -> str:
     import huggingface_hub
 
     with _explained(path), liveness.service_call():
-        return huggingface_hub.hf_hub_download(**_file_of(path))
+        name, revision, file = _file_of(path)
+        return huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision)
 
 
 def read_dataset_range(path: str, start: int, length: int) -> bytes:
@@ -242,17 +242,19 @@ def read_dataset_range(path: str, start: int, length: int) -> bytes:
 
     headers = {**utils.build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
     with _explained(path), liveness.service_call():
-        url = hf_hub_url(**_file_of(path))
+        name, revision, file = _file_of(path)
+        url = hf_hub_url(name, file, repo_type="dataset", revision=revision)
         answer = utils.http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
         utils.hf_raise_for_status(answer)
     # a proxy may send the whole file
     return bytes(answer.content if answer.status_code == 206 else answer.content[start : start + length])
 
 
-def _file_of(path: str) -> dict[str, str]:
+def _file_of(path: str) -> tuple[str, str, str]:
+    """Repository, commit and name of a file that `dataset_files` gave."""
     name, _, rest = path.removeprefix(DATASETS).partition("@")
     revision, _, file = rest.partition("/")
-    return {"repo_id": name, "repo_type": "dataset", "revision": revision, "filename": file}
+    return name, revision, file
 
 
 @functools.cache

@@ -141,8 +141,7 @@ def text_blocks(file: IO[bytes], place: str, *, translate: bool) -> Iterator[str
             at = read - len(error.object) + error.start
             reason = f"not UTF-8 text ({error.reason}): convert the file to UTF-8"
             raise BadDataError(f"{place}, byte {at:,}", "not UTF-8", reason) from error
-        # its types are for bytes; without a decoder it takes text
-        yield lines.decode(block, ended) if translate else block  # type: ignore[arg-type]
+        yield lines.decode(block, ended) if translate else block
 
 
 def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
