@@ -1,10 +1,9 @@
 """Parquet files, read by pyarrow: a document a row of the column. A range is a range of row groups."""
 
-import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from mesh_transformer import files, hub
 from mesh_transformer.data.corpus import PIECE_CHARS, Piece, cut, text_blocks
@@ -80,7 +79,7 @@ def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
 
 
 @contextmanager
-def _source(path: str) -> Iterator[io.IOBase]:
+def _source(path: str) -> Iterator[IO[bytes] | RangeFile]:
     if files.is_remote(path):
         with RangeFile(path, files.size(path)) as file:
             yield file
@@ -138,7 +137,7 @@ def _document(value: Any, place: str) -> Iterator[Item]:
 
 
 @contextmanager
-def _opened(path: str, file: io.IOBase) -> Iterator[Any]:
+def _opened(path: str, file: IO[bytes] | RangeFile) -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError as error:
