@@ -59,14 +59,15 @@ def _open_local(path: str) -> IO[bytes]:
 class RangeFile(io.RawIOBase):
     """A file on gs:// or on the hub, of which one range may be held in a temporary file.
 
-    Every read outside the range is a request.
+    A read outside the range is a request. Where `ahead` is not 0, it downloads so many bytes of an object from there
+    as the new range.
 
     Args:
         size: of the file, bytes.
     """
 
     def __init__(self, path: str, size: int):
-        self.size = size
+        self.size, self.ahead = size, 0
         self._path, self._at = path, 0
         self._held: IO[bytes] | None = None
         self._start = self._stop = 0
@@ -103,6 +104,8 @@ class RangeFile(io.RawIOBase):
 
     def _some(self, length: int) -> bytes:
         """At least one and at most `length` of the next bytes; none at the end of the file."""
+        if self.ahead and not self._start <= self._at < self._stop:
+            self.hold(self._at, min(self._at + self.ahead, self.size))
         if self._held is not None and self._start <= self._at < self._stop:
             self._held.seek(self._at - self._start)
             return self._held.read(min(length, self._stop - self._at))

@@ -12,9 +12,9 @@ from mesh_transformer.dataset.storage import RangeFile, open_file
 from mesh_transformer.errors import BadDataError, UserError, byte_size, listed
 
 _log = logging.getLogger(__name__)
-# of a column in a row group: a warning names row groups with more
+# of a row group: a warning names row groups with more
 LARGE_BYTES = 1 << 28
-# of a column in a row group: more is refused where the file has less than a thousandth of it
+# of a row group: more is refused where the file has less than a thousandth of it
 _FREE_BYTES = 1 << 30
 _MAX_INFLATION = 1100
 _BUFFER_BYTES = 1 << 20
@@ -24,28 +24,38 @@ _BATCH_BYTES = 1 << 23
 
 
 def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
-    """Ranges of row groups with at most `part_bytes` bytes in the file, or of one row group. Reads the footer only.
+    """Ranges of row groups with some `part_bytes` bytes of the file, or of one row group. Reads the footer only.
 
     Raises:
         BadDataError: the file is damaged, or the column is missing or holds no strings.
     """
     with open_file(path, size) as file, _opened(path, file) as parquet, _errors_explained(path):
-        index = _check_column(path, parquet, column)
-        groups = [parquet.metadata.row_group(number) for number in range(parquet.num_row_groups)]
-        sizes = [group.column(index).total_uncompressed_size for group in groups]
-        large = [f"{number:,}" for number, held in enumerate(sizes) if held > LARGE_BYTES]
-        if large:
-            _log.warning(
-                "%s: column %r has more than %s in row group %s; a worker may need as much memory: write it with fewer "
-                "rows a group",
-                *(path, column, byte_size(LARGE_BYTES), listed(large)),
-            )
-        for number, (group, expanded) in enumerate(zip(groups, sizes, strict=True)):
-            if expanded > max(_FREE_BYTES, _MAX_INFLATION * group.column(index).total_compressed_size):
-                reason = f"row group {number:,} expands to {expanded:,} bytes, which no text does: it is hostile"
-                raise BadDataError(path, "expands too much", reason)
-        counts = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
-    return _together(counts, part_bytes)
+        _check_column(path, parquet, column)
+        sizes = _sizes(parquet)
+    for number, expanded in enumerate(sizes):
+        if expanded > max(_FREE_BYTES, _MAX_INFLATION * size):
+            reason = f"row group {number:,} expands to {expanded:,} bytes, which no text does: it is hostile"
+            raise BadDataError(path, "expands too much", reason)
+    if large := [f"{number:,}" for number, expanded in enumerate(sizes) if expanded > LARGE_BYTES]:
+        _log.warning(
+            "%s: more than %s in row group %s; a worker may need as much memory: write the file with fewer rows a "
+            "group",
+            *(path, byte_size(LARGE_BYTES), listed(large)),
+        )
+    return _together([_in_file(sizes, [expanded], size) for expanded in sizes], part_bytes)
+
+
+def _sizes(parquet: Any) -> list[int]:
+    """The decompressed bytes of each row group, as the footer says.
+
+    The metadata of a column would be exact, but pyarrow ends the process where it is damaged.
+    """
+    return [max(0, parquet.metadata.row_group(number).total_byte_size) for number in range(parquet.num_row_groups)]
+
+
+def _in_file(sizes: list[int], some: list[int], size: int) -> int:
+    """About how many bytes of the file `some` row groups take."""
+    return sum(some) * size // max(1, sum(sizes))
 
 
 def _together(counts: list[int], most: int) -> list[Range]:
@@ -67,13 +77,18 @@ def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
     try:
         with _source(path) as file, _opened(path, file) as parquet:
             with _errors_explained(path):
-                index = _check_column(path, parquet, column)
+                _check_column(path, parquet, column)
+                sizes = _sizes(parquet)
+                groups = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+            if stop > len(groups):
+                reason = f"{len(groups)} row groups, not {stop} or more as before: do not change files meanwhile"
+                raise BadDataError(path, "damaged", reason)
             if isinstance(file, RangeFile):
-                _hold(file, parquet.metadata, index, first, stop)
-            before = sum(parquet.metadata.row_group(number).num_rows for number in range(first))
+                file.ahead = _in_file(sizes, sizes[first:stop], file.size) + _BUFFER_BYTES
             for number in range(first, stop):
-                yield from _group(path, parquet, column, index, number, before)
-                before += parquet.metadata.row_group(number).num_rows
+                average = sizes[number] // max(1, groups[number])
+                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, average)))
+                yield from _group(path, parquet, column, number, sum(groups[:number]), rows)
     except BadDataError as error:
         yield Bad.of(error)
 
@@ -88,25 +103,12 @@ def _source(path: str) -> Iterator[IO[bytes] | RangeFile]:
             yield local
 
 
-def _hold(file: RangeFile, metadata: Any, index: int, first: int, stop: int) -> None:
-    """Download what the row groups have of a column, with one request, and what lies between."""
-    columns = [metadata.row_group(number).column(index) for number in range(first, stop)]
-    starts = [min(filter(None, (column.dictionary_page_offset, column.data_page_offset))) for column in columns]
-    ends = [start + column.total_compressed_size for start, column in zip(starts, columns, strict=True)]
-    if starts and 0 <= min(starts) < max(ends):
-        file.hold(min(starts), min(max(ends), file.size))
-
-
-def _group(path: str, parquet: Any, column: str, index: int, number: int, before: int) -> Iterator[Item]:
-    """The documents of a row group; `before`: the rows before it."""
-    group = parquet.metadata.row_group(number)
-    average = group.column(index).total_uncompressed_size // max(1, group.num_rows)
-    size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, average)))
+def _group(path: str, parquet: Any, column: str, number: int, before: int, rows: int) -> Iterator[Item]:
+    """The documents of a row group, `rows` rows at a time; `before`: the rows before it."""
     row = before
     try:
         with _errors_explained(f"{path}, row group {number:,} at row {before:,}"):
-            batches = parquet.iter_batches(size, row_groups=[number], columns=[column], use_threads=False)
-            for batch in batches:
+            for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column], use_threads=False):
                 values = batch.column(0)
                 values = values.dictionary_decode() if hasattr(values, "dictionary") else values
                 for value in values:
@@ -151,8 +153,8 @@ def _opened(path: str, file: IO[bytes] | RangeFile) -> Iterator[Any]:
         yield parquet
 
 
-def _check_column(path: str, parquet: Any, column: str) -> int:
-    """The number of the column. Raises BadDataError if the file has no column of this name that holds strings."""
+def _check_column(path: str, parquet: Any, column: str) -> None:
+    """Raises BadDataError if the file has no column of this name that holds strings."""
     import pyarrow
 
     schema = parquet.schema_arrow
@@ -169,7 +171,6 @@ def _check_column(path: str, parquet: Any, column: str) -> int:
     ):
         reason = f"the column {column!r} holds {str(kind)[:100]}; allowed: strings: choose another with --column"
         raise BadDataError(path, "not text", reason)
-    return [parquet.schema.column(i).path for i in range(len(parquet.schema))].index(column)
 
 
 @contextmanager
