@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from mesh_transformer import liveness
 from mesh_transformer.errors import CredentialsError, UserError
@@ -22,6 +22,15 @@ RETRY_MAX_S = 20.0
 RETRY_TOTAL_S = 120.0
 # size of one read from a bucket: it is copied into the buffer, and retried as a whole
 REMOTE_READ_BYTES = 16 << 20
+# size of a block that `copy_range` passes on
+COPY_BYTES = 1 << 20
+
+
+class Writable(Protocol):
+    """What takes blocks of bytes, such as a file."""
+
+    def write(self, block: bytes, /) -> object:
+        """Take a block."""
 
 
 def is_remote(path: str) -> bool:
@@ -124,8 +133,23 @@ def read_into(path: str, start: int, buffer: memoryview) -> int:
         return file.readinto(buffer)  # type: ignore[attr-defined]
 
 
-def download(path: str, start: int, stop: int | None, target: IO[bytes]) -> None:
-    """Append bytes `start` to `stop` of a `gs://` object to an open local file, with one request where no fault occurs.
+def copy_range(path: str, start: int, stop: int, target: Writable) -> None:
+    """Append bytes `start` to `stop` of a file (local or `gs://`) to `target` in blocks. On `gs://` it is one request.
+
+    Raises:
+        UserError: the file does not exist.
+    """
+    if is_remote(path):
+        download(path, start, stop, target)
+        return
+    with open_binary(path) as file:
+        file.seek(start)
+        while block := file.read(min(COPY_BYTES, stop - file.tell())):
+            target.write(block)
+
+
+def download(path: str, start: int, stop: int | None, target: Writable) -> None:
+    """Append bytes `start` to `stop` of a `gs://` object to `target` in blocks, with one request where no fault occurs.
 
     Args:
         stop: None, or a place after the end of the object: to its end.

@@ -23,6 +23,7 @@ RANKS = [
         "optimizers",
         "fields",
         "logs",
+        "ray_join",
         "errors",
         "files",
         "host_memory",
@@ -79,7 +80,7 @@ INDEPENDENT = {"train", "infer", "checkpoint", "data"}
 PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
 CHECKS_INPUT = {"config", "data", "dataset", "checkpoint", "runtime", "cloud", "cluster", "entry"}
 MAY_IMPORT = {
-    "ray": {"cluster/backends/ray_cluster.py"},
+    "ray": {"cluster/backends/ray_cluster.py", "dataset/tasks.py", "ray_join.py"},
     "haiku": {"parallel/sharding.py", "models/"},
     "lm_eval": {"runtime/evaluation/"},
 }

@@ -21,6 +21,7 @@ COMMANDS = {
     "eval_harness.py": "--ckpt runs/a --tasks piqa",
     "from_hf_weights.py": "--input a --output-path b",
     "preflight.py": "--config configs/tiny_shakespeare.json",
+    "prepare_dataset.py": "--input a --output b",
     "resharding_example.py": "--config c --ckpt a --out b",
     "slim_model.py": "--ckpt runs/a",
     "to_hf_weights.py": "--input-ckpt a --output-path b",

@@ -9,8 +9,8 @@ import pytest
 
 ENTRY_POINTS = (
     "create_finetune_tfrecords", "device_sample", "device_serve", "device_train", "eval_harness", "from_hf_weights",
-    "resharding_example", "slim_model", "to_hf_weights", "tpu_utils", "tpu_utils create", "tpu_utils run", "train",
-    "train_tokenizer",
+    "prepare_dataset", "resharding_example", "slim_model", "to_hf_weights", "tpu_utils", "tpu_utils create",
+    "tpu_utils run", "train", "train_tokenizer",
 )  # fmt: skip
 DRIVER = (
     "--wheelhouse DIR install the hosts' packages from the wheels in DIR, without internet",

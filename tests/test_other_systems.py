@@ -12,14 +12,14 @@ MODULES = ["fcntl", "grp", "pwd", "resource", "termios"]
 FUNCTIONS = ["O_CLOEXEC", "O_NOFOLLOW", "fork", "geteuid", "getuid", "pidfd_open", "pread", "pwrite", "sysconf"]
 COMMANDS = [
     "device_train", "device_sample", "create_finetune_tfrecords", "preflight", "to_hf_weights", "from_hf_weights",
-    "slim_model", "resharding_example", "train", "device_serve", "eval_harness",
+    "slim_model", "resharding_example", "train", "device_serve", "eval_harness", "prepare_dataset",
 ]  # fmt: skip
 # each command imports these after it has read its arguments
 LATER = [
     "mesh_transformer.runtime.training.trainer", "mesh_transformer.runtime.sampling.sampler",
     "mesh_transformer.runtime.preflight.command", "mesh_transformer.runtime.convert",
     "mesh_transformer.cluster.driver.commands", "mesh_transformer.runtime.evaluation.command",
-    "mesh_transformer.runtime.serving.start",
+    "mesh_transformer.runtime.serving.start", "mesh_transformer.dataset.job",
 ]  # fmt: skip
 CHILD = f"""
 import contextlib, importlib, io, os, sys

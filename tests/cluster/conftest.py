@@ -1,21 +1,15 @@
 """Fixtures for tests with real workers: their devices, an uninterrupted run, a Ray cluster on loopback."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from support.commands import TESTS
 from support.commands import run as run_command
 from support.counting import NAME, write_task
 from support.driving import STEPS, driver, write
+from support.ray_cluster import RayNodes, ray_cluster
 
 START_S = 120
 
@@ -79,41 +73,8 @@ def evaluated(straight: Path, worker_environment: dict[str, str], tmp_path: Path
     return evaluate
 
 
-class RayNodes(NamedTuple):
-    """A Ray cluster with two hosts. `temporary` is the folder with the locks of their workers."""
-
-    address: str
-    temporary: Path
-    process: subprocess.Popen[str]
-
-    def ask(self, line: str) -> None:
-        """Send a command to the cluster's process, and wait until it is done."""
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "ok\n"
-
-
 @pytest.fixture(scope="module")
 def ray_nodes(worker_environment: dict[str, str]) -> Iterator[RayNodes]:
     pytest.importorskip("ray")
-    # a short name: Ray's socket names have a length limit
-    folder = Path(tempfile.mkdtemp(prefix="rt"))
-    log = open(folder / "nodes.log", "w")  # noqa: SIM115
-    process = subprocess.Popen(
-        [sys.executable, str(TESTS / "support/ray_nodes.py"), "2", str(folder)],
-        env={**os.environ, **worker_environment, "TMPDIR": str(folder)},
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-    )
-    address = process.stdout.readline().strip()
-    assert address, (folder / "nodes.log").read_text()[-4000:]
-    yield RayNodes(address, folder, process)
-    process.stdin.close()
-    try:
-        process.wait(60)
-    finally:
-        process.kill()
-        log.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with ray_cluster(worker_environment) as nodes:
+        yield nodes

@@ -29,6 +29,7 @@ COMMANDS = [
     ["to_hf_weights", "--config", "config.json", "--input-ckpt", "gs://models/run", "--output-path", "out"],
     ["from_hf_weights", "--input", "gs://models/hf", "--output-path", "out"],
     ["create_finetune_tfrecords", "text.txt", "a", "--tokenizer", "bytes", "--output-dir", "gs://texts"],
+    ["prepare_dataset", "--input", "text.txt", "--tokenizer", "bytes", "--output", "gs://texts/set", "--workers", "1"],
 ]
 
 

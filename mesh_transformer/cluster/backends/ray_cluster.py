@@ -1,4 +1,6 @@
-"""A cluster of Ray actors, one agent on each host. Only this module imports Ray.
+"""A cluster of Ray actors, one agent on each host.
+
+Of this package, only this module, dataset/tasks.py and ray_join.py import Ray.
 
 Host i is the node with the custom resource `tpu_worker_<i>`. If no node has such a resource, it is the node with the
 label ray.io/tpu-worker-id, which Ray sets on TPU hosts. The number is the TPU worker ID, not a rank of Ray. Agents are
@@ -11,9 +13,7 @@ one at the same address.
 """
 
 import dataclasses
-import logging
 import re
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mesh_transformer import ray_join
 from mesh_transformer.cluster.backends.agents import AgentCluster, NoAnswer
 from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll, Process, Variables
 from mesh_transformer.cluster.host import processes
@@ -36,7 +37,6 @@ RESOURCE = "tpu_worker_"
 LABEL = "ray.io/tpu-worker-id"
 # time in which Ray frees the name of an actor that has ended
 STOP_TIMEOUT_S = 20.0
-CONNECT_TIMEOUT_S = 10.0
 # for a task that kills processes that do not answer
 KILL_TIMEOUT_S = 20.0
 # a head that is unreachable for this time counts as dead; Ray ends its clients after 60 s
@@ -77,7 +77,8 @@ class RayCluster(AgentCluster):
 
     def _join(self, address: str) -> dict[int, dict[str, Any]]:
         """Join the cluster at an address. Returns the living nodes by the number of their host."""
-        _connect(address)
+        if not ray.is_initialized():
+            ray_join.join(address, namespace=NAMESPACE)
         context, nodes = ray.get_runtime_context(), ray.nodes()
         own = next(node for node in nodes if node["NodeID"] == context.get_node_id())
         self._address = str(context.gcs_address)
@@ -100,7 +101,7 @@ class RayCluster(AgentCluster):
         now = time.monotonic()
         try:
             for address in (self._address, self._own_node_address):
-                _probe(address, HEAD_PROBE_TIMEOUT_S)
+                ray_join.probe(address, HEAD_PROBE_TIMEOUT_S)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) or now - self._head_answered > HEAD_TIMEOUT_S:
                 return f"the head of the Ray cluster, {address}, is gone: {error}"
@@ -115,7 +116,7 @@ class RayCluster(AgentCluster):
         try:
             nodes = self._join(self._address)
         except (UserError, RayError) as error:
-            raise HostsMissing(_first_line(error)) from error
+            raise HostsMissing(ray_join.first_line(error)) from error
         if missing := [i for i in range(self.count) if i not in nodes]:
             text = f"{len(missing)} of {self.count} hosts are not in the Ray cluster: numbers {missing}"
             raise HostsMissing(text)
@@ -189,7 +190,7 @@ class RayCluster(AgentCluster):
                 ray.get(task.remote(known), timeout=KILL_TIMEOUT_S)
                 return
             except (RayError, GetTimeoutError) as error:
-                log.warning("host %d: Ray could not end its processes: %s", worker_id, _first_line(error))
+                log.warning("host %d: Ray could not end its processes: %s", worker_id, ray_join.first_line(error))
         self._hosts.kill(worker_id, known)
 
 
@@ -200,27 +201,6 @@ def _on_node(node_id: str) -> dict[str, Any]:
 
 # Ray sets these variables for its own workers; they would slow ours down
 _RAY_VARIABLES: Variables = {"OMP_NUM_THREADS": None}
-
-
-def _connect(address: str) -> None:
-    if ray.is_initialized():
-        return
-    try:
-        # Ray itself would try for three minutes
-        _probe(address, CONNECT_TIMEOUT_S)
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, RayError, ValueError) as error:
-        raise UserError(
-            f"no Ray cluster answers at {address}: {_first_line(error)}. If the cluster needs a token, set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
-        ) from error
-
-
-def _probe(address: str, timeout_s: float) -> None:
-    """Raises OSError if nothing listens at host:port. Other forms of address are not checked."""
-    host, separator, port = address.rpartition(":")
-    if separator and port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout_s).close()
 
 
 def _nodes_by_host(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -276,7 +256,3 @@ def _reason(error: Exception) -> str:
     if "creation task" in text:
         return f"in its creation task: {text[-600:]}"
     return "its agent has died"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,0 +1,97 @@
+"""The stages that drop duplicates: tasks of duplicates.py, one after the other."""
+
+from collections.abc import Sequence
+
+from mesh_transformer.dataset.counts import Counts
+from mesh_transformer.dataset.duplicates import (
+    GROUP_ROWS,
+    RUN,
+    Bucket,
+    Kept,
+    Range,
+    Slice,
+    Sorted,
+    find_duplicates,
+    groups_of,
+    keep_rest,
+    slices_of,
+    sort_group,
+)
+from mesh_transformer.dataset.fragment import SIDES, Fragment
+from mesh_transformer.dataset.shards import Source
+from mesh_transformer.dataset.stages import Named, Stages
+from mesh_transformer.dataset.tasks import Task
+from mesh_transformer.files import join
+
+
+class Duplicates:
+    """Drops the duplicates of all fragments.
+
+    Args:
+        work: the folder of the objects.
+        rows: documents of a group and of a bucket, about.
+    """
+
+    def __init__(self, work: str, stages: Stages, rows: int = GROUP_ROWS):
+        self._work, self._stages, self._rows = work, stages, rows
+
+    def drop(
+        self, paths: Sequence[str], fragments: Sequence[Fragment]
+    ) -> tuple[list[tuple[Counts, Counts]], list[list[Source]]]:
+        """What remains of each fragment, for each side; and for each side, where its tokens are."""
+        slices = [
+            one for number, path in enumerate(paths) for one in slices_of(number, path, fragments[number], self._rows)
+        ]
+        groups = groups_of(slices, self._rows)
+        buckets = -(-sum(one.rows for one in slices) // self._rows)
+        in_order = self._paths("sorted", len(groups))
+        found = self._paths("bucket", buckets)
+        rest = self._paths("kept", len(groups))
+        tasks = [
+            Task(sort_group, (path, self._work, group, buckets)) for path, group in zip(in_order, groups, strict=True)
+        ]
+        ordered = self._stages.run("sorting", _named(tasks), Sorted)
+        firsts = [(group[0].fragment, group[0].first) for group in groups[1:]]
+        tasks = []
+        for number, path in enumerate(found):
+            ranges = [one.bucket(at, number) for one, at in zip(ordered, in_order, strict=True)]
+            tasks.append(Task(find_duplicates, (path, self._work, ranges, firsts)))
+        drops = self._stages.run("comparing", _named(tasks), Bucket)
+        tasks = []
+        for number, (path, group) in enumerate(zip(rest, groups, strict=True)):
+            ranges = [ordered[number].dropped(in_order[number])]
+            ranges += [one.group(at, number) for one, at in zip(drops, found, strict=True)]
+            lengths = ordered[number].lengths(in_order[number])
+            tasks.append(Task(keep_rest, (path, self._work, group, lengths, ranges)))
+        kept = self._stages.run("dropping", _named(tasks), Kept)
+        return _rest(fragments, groups, rest, kept)
+
+    def _paths(self, name: str, count: int) -> list[str]:
+        return [join(self._work, f"{name}-{number:05d}") for number in range(count)]
+
+
+def _rest(
+    fragments: Sequence[Fragment], groups: Sequence[Sequence[Slice]], paths: Sequence[str], kept: Sequence[Kept]
+) -> tuple[list[tuple[Counts, Counts]], list[list[Source]]]:
+    """The result of `Duplicates.drop`."""
+    counts = [[Counts() for _ in SIDES] for _ in fragments]
+    sources: list[list[Source]] = [[] for _ in SIDES]
+    # where the tokens of the next slice of each side begin in its fragment
+    places = [list(fragment.tokens_at) for fragment in fragments]
+    for group, path, result in zip(groups, paths, kept, strict=True):
+        at = result.at
+        for side in range(len(SIDES)):
+            for one, sides in zip(group, result.slices, strict=True):
+                rest, fragment = sides[side], fragments[one.fragment]
+                runs = Range(path, at, rest.runs * RUN.itemsize)
+                at += runs.length
+                if rest.counts.tokens:
+                    sources[side].append(Source(one.path, places[one.fragment][side], rest.counts.tokens, runs))
+                places[one.fragment][side] += rest.tokens * fragment.width
+                counts[one.fragment][side] += rest.counts
+    return [(train, val) for train, val in counts], sources
+
+
+def _named(tasks: Sequence[Task]) -> list[Named]:
+    """Each task with the object that it writes, its first argument."""
+    return [Named(task, task.arguments[0], task.arguments[0]) for task in tasks]

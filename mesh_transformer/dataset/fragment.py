@@ -1,0 +1,254 @@
+"""The first task: a part of the input becomes a fragment, one object with the tokens of its documents.
+
+After the result stand the table of the documents (`ROW` of counts.py), the tokens of the training documents and the
+tokens of the validation documents. The table has the training documents first; each side is in input order.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import IO, Literal
+
+import numpy as np
+
+from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.dataset.counts import ROW, Counts
+from mesh_transformer.dataset.objects import spool, write_object
+from mesh_transformer.dataset.parts import Bad, Part, pieces
+from mesh_transformer.errors import UserError
+
+SIDES = ("train", "val")
+EMPTY, NULL, NOT_TAKEN = "empty", "null", "not in the share"
+# texts are tokenized in batches of so many characters
+_BATCH_CHARS = 1 << 18
+# a document of more tokens than this waits in a file until its end
+_OPEN_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
+_BLOCK_ROWS = _BLOCK_BYTES // ROW.itemsize
+_ROW = struct.Struct("<16sQQ")
+# messages that a fragment keeps, and reasons that it counts apart
+_MESSAGES, _MESSAGE_CHARS, _REASONS = 5, 400, 30
+
+
+@dataclass(frozen=True)
+class Text:
+    """How text becomes tokens.
+
+    Args:
+        tokenizer: as `load_tokenizer` takes it.
+        fingerprint: of this tokenizer.
+        column: the name of the text in rows and JSON objects.
+        val: the share of the documents that go to the validation set.
+        on_error: whether a place that is not a document is counted or ends the job.
+    """
+
+    tokenizer: str
+    fingerprint: str
+    column: str = "text"
+    val: float = 0.001
+    on_error: Literal["skip", "stop"] = "stop"
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token in a fragment."""
+        return 2 if tokenizer_of(self).n_vocab <= 1 << 16 else 4
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What a fragment holds.
+
+    Args:
+        train, val: the counts of its documents.
+        dropped: how many documents were dropped, by reason. Duplicates are dropped later.
+        bad: messages about the first places that are not documents.
+        width: bytes of a token.
+        at: where the table begins in the object.
+    """
+
+    train: Counts
+    val: Counts
+    dropped: dict[str, int]
+    bad: tuple[str, ...]
+    width: int
+    at: int = 0
+
+    @property
+    def sides(self) -> tuple[Counts, Counts]:
+        return self.train, self.val
+
+    @property
+    def documents(self) -> int:
+        return self.train.documents + self.val.documents
+
+    @property
+    def tokens_at(self) -> tuple[int, int]:
+        """Where the tokens of each side begin in the object."""
+        first = self.at + self.documents * ROW.itemsize
+        return first, first + self.train.tokens * self.width
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer_of(text: Text) -> Tokenizer:
+    """The tokenizer of a job, on any node.
+
+    Raises:
+        UserError: it gives other tokens than the tokenizer on the driver's node.
+    """
+    # a task takes one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = load_tokenizer(text.tokenizer)
+    if tokenizer.fingerprint != text.fingerprint:
+        raise UserError(
+            f"the tokenizer {text.tokenizer} has other files here, on {platform.node()}, than where "
+            "prepare_dataset.py runs: give a folder that all nodes share, or a name on the hub with its revision"
+        )
+    return tokenizer
+
+
+def write_fragment(target: str, scratch: str, part: Part, share: float, text: Text) -> Fragment:
+    """Tokenize a part into the object `target`.
+
+    Args:
+        share: of the documents of this input that are taken.
+
+    Raises:
+        UserError: a place is not a document, and `text.on_error` is "stop"; or the input is missing or damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        writer = _Writer(stack, scratch, share, text)
+        for item in pieces(part, text.column):
+            if isinstance(item, Bad):
+                writer.drop_open(item)
+            else:
+                writer.add(item.text, item.ends, item.null)
+        writer.flush()
+        train, val = (side.counts() for side in writer.sides)
+        dropped = dict(sorted(writer.dropped.items()))
+        found = Fragment(train, val, dropped, tuple(writer.bad), text.width)
+        files = [*(side.table for side in writer.sides), *(side.tokens for side in writer.sides)]
+        return write_object(target, scratch, found, (block for file in files for block in _blocks(file)))
+
+
+@dataclass
+class _Document:
+    """A document whose pieces still arrive, or wait for their tokens."""
+
+    hash: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
+    bytes: int = 0
+    dropped: bool = False
+
+
+@dataclass
+class _Side:
+    """The tables and tokens of the training documents or of the validation documents, in files."""
+
+    table: IO[bytes]
+    tokens: IO[bytes]
+
+    def counts(self) -> Counts:
+        return sum((Counts.of(np.frombuffer(rows, ROW)) for rows in _blocks(self.table)), Counts())
+
+
+class _Writer:
+    """Collects the documents of a part. Memory holds one batch of text, whatever the length of the documents."""
+
+    def __init__(self, stack: contextlib.ExitStack, scratch: str, share: float, text: Text):
+        self._share, self._text, self._tokenizer = share, text, tokenizer_of(text)
+        self._dtype = np.dtype(f"<u{text.width}")
+        self.sides = [_Side(*(stack.enter_context(spool(scratch)) for _ in range(2))) for _ in SIDES]
+        # tokens of the open document
+        self._open = stack.enter_context(spool(scratch, _OPEN_BYTES))
+        self._owner: _Document | None = None
+        # the document whose pieces arrive
+        self._document = _Document()
+        self._batch: list[tuple[_Document, str, bool]] = []
+        self._chars = 0
+        self.dropped: dict[str, int] = {}
+        self.bad: list[str] = []
+
+    def add(self, text: str, ends: bool, null: bool) -> None:
+        """The next piece of the open document."""
+        document = self._document
+        # JSON may hold halves of surrogate pairs
+        data = text.encode("utf-8", "surrogatepass")
+        document.hash.update(data)
+        document.bytes += len(data)
+        if ends:
+            self._document = _Document()
+            reason = NULL if null else EMPTY if not document.bytes else None
+            if reason is None and fraction(document.hash.digest(), b"share") >= self._share:
+                reason = NOT_TAKEN
+            if reason is not None:
+                self._count(reason)
+                document.dropped = True
+                return
+        self._batch.append((document, text, ends))
+        self._chars += len(text) + 64
+        if self._chars >= _BATCH_CHARS:
+            self.flush()
+
+    def drop_open(self, bad: Bad) -> None:
+        """Count a place that is not a document, and drop the document that is open there."""
+        if self._text.on_error == "stop":
+            raise UserError(bad.message)
+        self._document.dropped = True
+        self._document = _Document()
+        self._count(bad.kind)
+        if len(self.bad) < _MESSAGES:
+            self.bad.append(bad.message[:_MESSAGE_CHARS])
+
+    def flush(self) -> None:
+        """Tokenize the batch."""
+        batch = [entry for entry in self._batch if not entry[0].dropped]
+        self._batch, self._chars = [], 0
+        for (document, _, ends), ids in zip(
+            batch, self._tokenizer.encode_literal([text for _, text, _ in batch]), strict=True
+        ):
+            if document is not self._owner:
+                self._restart(document)
+            self._open.write(np.array(ids, self._dtype).tobytes())
+            if ends:
+                self._close(document)
+
+    def _restart(self, owner: _Document | None) -> None:
+        self._owner = owner
+        self._open.seek(0)
+        self._open.truncate()
+
+    def _close(self, document: _Document) -> None:
+        count = self._open.tell() // self._dtype.itemsize
+        if not count:
+            self._count(EMPTY)
+            return
+        digest = document.hash.digest()
+        side = self.sides[fraction(digest, b"val") < self._text.val]
+        self._open.write(np.array(self._tokenizer.eot, self._dtype).tobytes())
+        self._open.seek(0)
+        shutil.copyfileobj(self._open, side.tokens, _BLOCK_BYTES)
+        side.table.write(_ROW.pack(digest, count + 1, document.bytes))
+        self._restart(None)
+
+    def _count(self, reason: str) -> None:
+        known = reason in self.dropped or len(self.dropped) < _REASONS
+        name = reason if known else "other reasons"
+        self.dropped[name] = self.dropped.get(name, 0) + 1
+
+
+def fraction(digest: bytes, key: bytes) -> float:
+    """A number in [0, 1) that depends on the hash of a document and on a key only."""
+    # 53 bits, so that no rounding gives 1
+    return (int.from_bytes(hashlib.blake2b(digest, key=key, digest_size=8).digest(), "big") >> 11) / 2**53
+
+
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a file from its beginning, in blocks of whole rows."""
+    file.seek(0)
+    while block := file.read(_BLOCK_ROWS * ROW.itemsize):
+        yield block

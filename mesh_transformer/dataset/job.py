@@ -1,0 +1,206 @@
+"""A job of prepare_dataset.py: from inputs to a folder that `data.train_set` can name.
+
+    inputs -> parts -> fragments (a task a part) -> duplicates -> shards (a task a shard) -> index files, manifest.json
+
+Every cut is a function of the inputs and the options, so that the bytes of the output do not depend on the workers. The
+output folder has a folder `work` until the manifest is there, which is written last.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from mesh_transformer import files
+from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.dataset.counts import Counts, total
+from mesh_transformer.dataset.dropping import Duplicates
+from mesh_transformer.dataset.fragment import SIDES, Fragment, Text, write_fragment
+from mesh_transformer.dataset.inputs import Input, read_inputs
+from mesh_transformer.dataset.manifest import encoded, manifest
+from mesh_transformer.dataset.objects import whole
+from mesh_transformer.dataset.options import Options, Work
+from mesh_transformer.dataset.parts import Part, plan
+from mesh_transformer.dataset.picture import length_picture
+from mesh_transformer.dataset.shards import RECORDS, Shard, Source, cuts, taken, write_shard
+from mesh_transformer.dataset.stages import Named, ShownFragments, Stages
+from mesh_transformer.dataset.tasks import Runner, Task, failures_explained
+from mesh_transformer.errors import UserError, byte_size, listed, plural
+from mesh_transformer.files import check_writable, is_remote, join, make_folder, open_binary
+from mesh_transformer.logs import log
+
+MANIFEST, PICTURE, JOB, WORK = "manifest.json", "lengths.png", "job.json", "work"
+_MAX_JSON_BYTES = 64 << 20
+
+
+def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options, runner: Runner) -> dict[str, Any]:
+    """Make the data set of the inputs `specs` in the folder `output`. Returns the content of manifest.json.
+
+    An interrupted job goes on: tasks that are done are not run again.
+
+    Raises:
+        UserError: bad input or options, `output` has something else, or the tokens do not fill one record.
+        RunError: a disk or a bucket fails.
+    """
+    inputs = read_inputs(specs)
+    loaded = load_tokenizer(tokenizer)
+    job = _Job(output, Work.of(inputs, tokenizer, loaded.fingerprint, options), inputs, options)
+    text = Text(tokenizer, loaded.fingerprint, options.column, options.val, options.on_error)
+    with failures_explained():
+        # before the folder has the options, because they may be wrong
+        parts = plan(inputs, options.part_bytes, options.column)
+        if (whole := job.begin()) is not None:
+            log.info("%s is whole already: nothing to do", output)
+            return whole
+        return job.run(parts, text, loaded, runner)
+
+
+class _Job:
+    """The stages of a job, and its output folder."""
+
+    def __init__(self, output: str, work: Work, inputs: Sequence[Input], options: Options):
+        self._output, self._inputs, self._options = output, inputs, options
+        self._described, self._work = work, join(output, WORK)
+        self._there: set[str] = set()
+
+    def begin(self) -> dict[str, Any] | None:
+        """Begin or continue the job. Returns the manifest if the job has ended.
+
+        Raises:
+            UserError: the folder has another job, or other files.
+        """
+        found = files.list_dir(self._output)
+        if MANIFEST in found:
+            content = _json_of(join(self._output, MANIFEST))
+            self._described.check(content, self._output)
+            self._clean()
+            return content
+        path, inside = join(self._work, JOB), files.list_dir(self._work)
+        self._there = {join(self._output, name) for name in found} | {join(self._work, name) for name in inside}
+        if JOB in inside:
+            self._described.check(_json_of(path), self._output)
+        elif others := [name for name in found if name != WORK]:
+            raise UserError(
+                f"{self._output} has other files ({listed(others)}): choose a folder that is empty or does not exist"
+            )
+        else:
+            if not is_remote(self._output):
+                check_writable(self._output)
+            make_folder(self._work)
+            with whole(path, self._work) as file:
+                file.write(encoded(self._described.content))
+        return None
+
+    def run(self, parts: Sequence[Part], text: Text, tokenizer: Tokenizer, runner: Runner) -> dict[str, Any]:
+        """Run the stages. Returns the manifest."""
+        stages = Stages(runner, self._there)
+        found = [file for one in self._inputs for file in one.files]
+        size = byte_size(sum(file.size for file in found))
+        log.info("%s of %s (%s)", plural(len(parts), "part"), plural(len(found), "file"), size)
+        paths = [join(self._work, f"fragment-{number:06d}") for number in range(len(parts))]
+        fragments = self._fragments(stages, parts, paths, text)
+        kept = [fragment.sides for fragment in fragments]
+        sources = [
+            [
+                Source(path, one.tokens_at[side], one.sides[side].tokens)
+                for path, one in zip(paths, fragments, strict=True)
+            ]
+            for side in range(len(SIDES))
+        ]
+        if self._options.dedup and any(fragment.documents for fragment in fragments):
+            kept, sources = Duplicates(self._work, stages).drop(paths, fragments)
+        made = self._shards(stages, sources, fragments[0].width if fragments else 0)
+        numbered = list(zip((part.input for part in parts), fragments, strict=True))
+        content = manifest(self._described.content, self._inputs, tokenizer, numbered, kept, made)
+        self._finish(content, total(sides[0] for sides in kept), made)
+        return content
+
+    def _fragments(self, stages: Stages, parts: Sequence[Part], paths: Sequence[str], text: Text) -> list[Fragment]:
+        named = [
+            Named(
+                Task(write_fragment, (path, self._work, part, self._inputs[part.input].share, text)),
+                path,
+                path,
+            )
+            for part, path in zip(parts, paths, strict=True)
+        ]
+        sizes = _sizes(parts, self._inputs)
+        return stages.run("tokenizing", named, Fragment, self._check, sizes, ShownFragments())
+
+    def _check(self, fragment: Fragment) -> None:
+        """An earlier command with --on-error skip may have left a fragment with bad places."""
+        if self._options.on_error == "stop" and fragment.bad:
+            raise UserError(f"{fragment.bad[0]} (--on-error skip counts such places and goes on)")
+
+    def _shards(self, stages: Stages, sources: Sequence[Sequence[Source]], width: int) -> dict[str, Shard]:
+        """Write the shards of both sides. Returns them by name.
+
+        Raises:
+            UserError: the tokens of the training documents do not fill one record.
+        """
+        length, named = self._options.seq + 1, {}
+        for side, mine in zip(SIDES, sources, strict=True):
+            tokens = sum(source.tokens for source in mine)
+            bounds = [cut * length for cut in cuts(tokens, length, self._options.shard_tokens // length)]
+            if side == SIDES[0] and len(bounds) < 2:
+                # so that another --seq is not refused
+                self._clean()
+                raise UserError(
+                    f"{plural(tokens, 'token')} of training documents do not fill one record of {length:,}: add text "
+                    "or choose a shorter --seq"
+                )
+            for number, places in enumerate(taken(mine, bounds)):
+                name = f"{side}-{number:05d}"
+                path, result = join(self._output, name), join(self._work, name)
+                task = Task(write_shard, (path, self._work, result, places, length, width))
+                named[name] = Named(task, path + RECORDS, result)
+        return dict(zip(named, stages.run("writing", list(named.values()), Shard), strict=True))
+
+    def _finish(self, content: dict[str, Any], counts: Counts, made: dict[str, Shard]) -> None:
+        """Write what tells that the shards are whole, the manifest last."""
+        for side in SIDES:
+            names = [f"{name}{RECORDS}\n" for name in made if name.startswith(side)]
+            if names:
+                self._write(f"{side}.index", "".join(names).encode())
+            elif self._options.val:
+                log.warning(
+                    "there is no validation set: its documents (%s) do not fill one record; raise --val",
+                    plural(content[side]["documents"], "document"),
+                )
+        self._write(PICTURE, length_picture(", ".join(one.spec for one in self._inputs), counts, self._options.seq))
+        self._write(MANIFEST, encoded(content))
+        self._clean()
+
+    def _write(self, name: str, content: bytes) -> None:
+        with whole(join(self._output, name), self._work) as file:
+            file.write(content)
+
+    def _clean(self) -> None:
+        """Delete what only an interrupted job needs."""
+        with contextlib.suppress(FileNotFoundError):
+            files.remove_tree(self._work)
+
+
+def _sizes(parts: Sequence[Part], inputs: Sequence[Input]) -> list[float]:
+    """Bytes of each part. The parts of a file share its size by their length, whatever its unit."""
+    size = {(number, file.path): file.size for number, one in enumerate(inputs) for file in one.files}
+    units: Counter[tuple[int, str]] = Counter()
+    for part in parts:
+        units[part.input, part.file] += max(part.stop - part.first, 1)
+    keys = [(part.input, part.file) for part in parts]
+    return [
+        size.get(key, 0) * max(part.stop - part.first, 1) / units[key] for key, part in zip(keys, parts, strict=True)
+    ]
+
+
+def _json_of(path: str) -> dict[str, Any]:
+    """The JSON object in a file that an earlier command has written."""
+    try:
+        with open_binary(path) as file:
+            content = json.loads(file.read(_MAX_JSON_BYTES))
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    except ValueError as error:
+        raise UserError(f"{path} is not of prepare_dataset.py ({error}): choose another output folder") from error
+    return content

@@ -1,0 +1,91 @@
+"""manifest.json: what a data set was made from, and what it holds."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.dataset.counts import Counts, add_reasons, total
+from mesh_transformer.dataset.fragment import SIDES, Fragment
+from mesh_transformer.dataset.inputs import Input
+from mesh_transformer.dataset.shards import RECORDS, Shard
+
+DUPLICATE = "duplicate"
+# messages about bad places
+_MESSAGES = 20
+
+
+def manifest(
+    work: dict[str, Any],
+    inputs: Sequence[Input],
+    tokenizer: Tokenizer,
+    fragments: Sequence[tuple[int, Fragment]],
+    kept: Sequence[tuple[Counts, Counts]],
+    shards: dict[str, Shard],
+) -> dict[str, Any]:
+    """The content of manifest.json. It depends on the input and the options only.
+
+    Args:
+        work: what the bytes depend on (`Work.content`).
+        fragments: each with the number of its input, in input order.
+        kept: what remains of each fragment without the duplicates, for each side.
+        shards: by name, without the suffix.
+    """
+    seq = work["options"]["seq"]
+    found: dict[str, Any] = {
+        **work,
+        "n_vocab": tokenizer.n_vocab,
+        "eot": tokenizer.eot,
+        "sources": [_source(i, one, fragments, kept) for i, one in enumerate(inputs)],
+    }
+    for number, side in enumerate(SIDES):
+        counts = total(one[number] for one in kept)
+        mine = {name: shard for name, shard in shards.items() if name.startswith(side)}
+        records = sum(shard.records for shard in mine.values())
+        found[side] = {
+            **_numbers(counts),
+            "records": records,
+            "tokens_in_no_record": counts.tokens - records * (seq + 1),
+            "lengths": {str(i): n for i, n in enumerate(counts.lengths) if n},
+        }
+    found["dropped"] = add_reasons(source["dropped"] for source in found["sources"])
+    found["bad"] = [message for _, fragment in fragments for message in fragment.bad][:_MESSAGES]
+    found["shards"] = {
+        name + RECORDS: {"records": shard.records, "bytes": shard.bytes, "sha256": shard.sha256}
+        for name, shard in shards.items()
+    }
+    return found
+
+
+def encoded(content: dict[str, Any]) -> bytes:
+    """The bytes of manifest.json."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _source(
+    number: int,
+    source: Input,
+    fragments: Sequence[tuple[int, Fragment]],
+    kept: Sequence[tuple[Counts, Counts]],
+) -> dict[str, Any]:
+    """The counts of one input."""
+    mine = [(fragment, rest) for (input, fragment), rest in zip(fragments, kept, strict=True) if input == number]
+    rest = total(side for _, sides in mine for side in sides)
+    repeated = sum(fragment.documents for fragment, _ in mine) - rest.documents
+    dropped = add_reasons([fragment.dropped for fragment, _ in mine] + [{DUPLICATE: repeated}] * (repeated > 0))
+    size = sum(file.size for file in source.files)
+    return {
+        "input": source.spec,
+        "share": source.share,
+        "files": len(source.files),
+        "bytes_of_files": size,
+        **_numbers(rest),
+        "dropped": dropped,
+    }
+
+
+def _numbers(counts: Counts) -> dict[str, int]:
+    found = asdict(counts)
+    del found["lengths"]
+    return {"documents": found["documents"], "tokens": found["tokens"], "bytes_of_text": found["bytes"]}

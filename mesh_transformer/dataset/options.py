@@ -1,0 +1,115 @@
+"""The options of a job, and its key: two jobs with one key have the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mesh_transformer.dataset.inputs import Input
+from mesh_transformer.errors import UserError
+
+# change it when the same input and options give other bytes
+_FORMAT = 1
+_MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a corpus becomes records.
+
+    Args:
+        seq: tokens of a sequence; a record holds one more.
+        column: the name of the text in rows and JSON objects.
+        val: the share of the documents that go to the validation set.
+        dedup: drop documents whose text is that of an earlier one.
+        on_error: whether a place that is not a document is counted or ends the job. The bytes do not depend on it.
+        part_mb: megabytes of a part of a file that can be entered in the middle.
+        shard_tokens: most tokens of a shard.
+    """
+
+    seq: int = 2048
+    column: str = "text"
+    val: float = 0.001
+    dedup: bool = False
+    on_error: Literal["skip", "stop"] = "stop"
+    part_mb: float = 64.0
+    shard_tokens: int = 1 << 27
+
+    def __post_init__(self) -> None:
+        if self.seq < 1:
+            raise UserError(f"--seq {self.seq}: must be 1 or more")
+        if not 0 <= self.val < 1:
+            raise UserError(f"--val {self.val}: the share of the validation set must be 0 or more, and below 1")
+        if self.part_bytes < 1:
+            raise UserError(f"--part-mb {self.part_mb}: must be above 0")
+        if self.shard_tokens <= self.seq:
+            raise UserError(f"--shard-tokens {self.shard_tokens}: must be above --seq {self.seq}")
+
+    @property
+    def part_bytes(self) -> int:
+        return int(self.part_mb * _MEGABYTE)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the bytes of a job depend on.
+
+    Args:
+        content: what manifest.json says of it, with the key.
+    """
+
+    content: dict[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Input], tokenizer: str, fingerprint: str, options: Options) -> Work:
+        """The work of a command. `fingerprint` is that of the tokenizer."""
+        chosen = asdict(options)
+        # the result of a job that has ended does not depend on it
+        del chosen["on_error"]
+        files = [[asdict(file) for file in one.files] for one in inputs]
+        content = {
+            "format": _FORMAT,
+            "options": {
+                "input": [one.spec if one.share == 1 else f"{one.spec}={one.share:g}" for one in inputs],
+                "tokenizer": tokenizer,
+                **chosen,
+            },
+            "tokenizer_sha256": fingerprint,
+            "files_sha256": _sha256(files),
+        }
+        return cls({"key": _sha256([content, [one.share for one in inputs]]), **content})
+
+    def check(self, other: dict[str, Any], folder: str) -> None:
+        """Compare with the job that a folder has.
+
+        Raises:
+            UserError: it is another job; names what differs.
+        """
+        if other.get("key") == self.content["key"]:
+            return
+        mine, theirs = self.content["options"], other.get("options")
+        theirs = theirs if isinstance(theirs, dict) else {}
+        differ = [
+            f"--{name.replace('_', '-')} was {_shown(theirs.get(name))} and is {_shown(mine[name])}"
+            for name in mine
+            if theirs.get(name) != mine[name]
+        ]
+        if other.get("tokenizer_sha256") != self.content["tokenizer_sha256"]:
+            differ.append("the files of the tokenizer differ")
+        if other.get("files_sha256") != self.content["files_sha256"]:
+            differ.append("the names or sizes of the input files differ")
+        raise UserError(
+            f"{folder} was begun with other options ({'; '.join(differ) or 'by another version'}): choose another "
+            "--output, give the options of the first command, or delete the folder"
+        )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

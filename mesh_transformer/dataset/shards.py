@@ -1,0 +1,177 @@
+"""The last task: records. A shard is a range of all tokens of its side, whatever fragments they are in."""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from mesh_transformer.data.records import write_record
+from mesh_transformer.dataset.duplicates import RUN, Range
+from mesh_transformer.dataset.objects import spool, whole, write_object
+from mesh_transformer.errors import RunError
+from mesh_transformer.files import Writable, copy_range, read_range
+
+# of a record file and of its index: each record's offset, as a little-endian number of 8 bytes
+RECORDS, OFFSETS = ".tfrecords", ".tfrecords.offsets"
+
+
+class Source(NamedTuple):
+    """Tokens in a row of one side of a fragment, or of a slice of it.
+
+    Args:
+        path: the fragment.
+        at: where they begin in the object.
+        tokens: how many remain.
+        runs: where the runs that remain are (RUN, from `at` on). None: all tokens remain.
+    """
+
+    path: str
+    at: int
+    tokens: int
+    runs: Range | None = None
+
+
+class Taken(NamedTuple):
+    """Tokens `first` to `stop` of a source, duplicates not counted."""
+
+    source: Source
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A record file.
+
+    Args:
+        bytes: its size.
+        sha256: of its content.
+    """
+
+    records: int
+    bytes: int
+    sha256: str
+    at: int = 0
+
+
+def cuts(tokens: int, length: int, most: int) -> list[int]:
+    """The records at which the shards of a side begin, and the number of records: shards are even to one record.
+
+    Args:
+        tokens: of the side.
+        length: of a record.
+        most: records of a shard.
+    """
+    records = tokens // length
+    shards = -(-records // most)
+    return [records * i // shards for i in range(shards + 1)] if shards else [0]
+
+
+def taken(sources: Sequence[Source], bounds: Sequence[int]) -> list[list[Taken]]:
+    """For each range of tokens `bounds[i]` to `bounds[i + 1]`, where they are."""
+    ends = list(accumulate(source.tokens for source in sources))
+    found = []
+    for first, stop in zip(bounds, bounds[1:], strict=False):
+        shard, at, number = [], first, bisect_right(ends, first)
+        while at < stop:
+            begin = ends[number] - sources[number].tokens
+            end = min(stop, ends[number])
+            if end > at:
+                shard.append(Taken(sources[number], at - begin, end - begin))
+            at, number = end, number + 1
+        found.append(shard)
+    return found
+
+
+def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], length: int, width: int) -> Shard:
+    """Write the records of a shard, its offsets and its result. The records appear last.
+
+    Args:
+        target: path of the record file, without its suffix.
+        result: path of the object with the result.
+        length: tokens of a record.
+        width: bytes of a token in fragments.
+    """
+    offsets = []
+    with spool(scratch) as tokens:
+        for one, runs in zip(taken, _runs(taken), strict=True):
+            _copy(one, runs, width, tokens)
+        tokens.seek(0)
+        with whole(target + RECORDS, scratch) as file:
+            while data := tokens.read(length * width):
+                offsets.append(file.tell())
+                write_record(file, np.frombuffer(data, f"<u{width}"))
+            size = file.tell()
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            with whole(target + OFFSETS, scratch) as index:
+                index.write(np.array(offsets, "<u8").tobytes())
+            shard = write_object(result, scratch, Shard(len(offsets), size, digest), [])
+    return shard
+
+
+def _runs(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:
+    """The runs of each source, RUN (n,). Those that are in one object are read at once."""
+    for path, some in groupby(taken, lambda one: None if one.source.runs is None else one.source.runs.path):
+        sources = [one.source.runs for one in some]
+        ranges = [runs for runs in sources if runs is not None]
+        if path is None:
+            yield from repeat(None, len(sources))
+            continue
+        first, stop = ranges[0].at, ranges[-1].at + ranges[-1].length
+        data = read_range(path, first, stop - first)
+        for runs in ranges:
+            yield np.frombuffer(data, RUN, runs.length // RUN.itemsize, runs.at - first)
+
+
+def _copy(one: Taken, runs: np.ndarray | None, width: int, target: Writable) -> None:
+    """Append tokens to a file. It reads one range of the fragment.
+
+    Raises:
+        RunError: the fragment ends before.
+    """
+    source = one.source
+    if runs is None:
+        pairs = np.array([[one.first, one.stop]])
+    else:
+        pairs = np.stack((runs["first"], runs["stop"]), axis=1).astype(np.int64)
+        # where each run ends among the tokens that remain
+        ends = np.cumsum(pairs[:, 1] - pairs[:, 0])
+        begins = ends - (pairs[:, 1] - pairs[:, 0])
+        pairs[:, 0] += np.maximum(one.first - begins, 0)
+        pairs[:, 1] -= np.maximum(ends - one.stop, 0)
+        pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+    first, stop = int(pairs[0, 0]), int(pairs[-1, 1])
+    sieve = Sieve(((pairs - first) * width).tolist(), target)
+    copy_range(source.path, source.at + first * width, source.at + stop * width, sieve)
+    if sieve.taken != (stop - first) * width:
+        raise RunError(f"{source.path} is damaged: delete its folder, and give the same command again")
+
+
+class Sieve:
+    """Passes on the bytes of some ranges. `taken` counts all bytes.
+
+    Args:
+        ranges: first byte and stop of each range, in order.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], target: Writable):
+        self._ranges, self._target, self._number = ranges, target, 0
+        self.taken = 0
+
+    def write(self, block: bytes, /) -> int:
+        """Take the next bytes."""
+        view, begin, end = memoryview(block), self.taken, self.taken + len(block)
+        self.taken = end
+        while self._number < len(self._ranges):
+            first, stop = self._ranges[self._number]
+            if first < end:
+                self._target.write(bytes(view[max(first - begin, 0) : stop - begin]))
+            if stop > end:
+                break
+            self._number += 1
+        return len(block)
