@@ -17,6 +17,7 @@ from typing import IO, Literal
 
 import numpy as np
 
+from mesh_transformer.data.fast_encoder import LiteralEncoder
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.dataset.counts import ROW, Counts
 from mesh_transformer.dataset.objects import spool, write_object
@@ -112,6 +113,12 @@ def tokenizer_of(text: Text) -> Tokenizer:
     return tokenizer
 
 
+@functools.lru_cache(maxsize=1)
+def _encoder_of(text: Text) -> LiteralEncoder:
+    """The encoder of a job in this process: its proof that a faster library gives the same ids holds for all parts."""
+    return LiteralEncoder(tokenizer_of(text), threads=1)
+
+
 def write_fragment(target: str, scratch: str, part: Part, share: float, text: Text) -> Fragment:
     """Tokenize a part into the object `target`.
 
@@ -161,6 +168,7 @@ class _Writer:
 
     def __init__(self, stack: contextlib.ExitStack, scratch: str, share: float, text: Text):
         self._share, self._text, self._tokenizer = share, text, tokenizer_of(text)
+        self._encode = _encoder_of(text).encode
         self._dtype = np.dtype(f"<u{text.width}")
         self.sides = [_Side(*(stack.enter_context(spool(scratch)) for _ in range(2))) for _ in SIDES]
         # tokens of the open document
@@ -208,9 +216,7 @@ class _Writer:
         """Tokenize the batch."""
         batch = [entry for entry in self._batch if not entry[0].dropped]
         self._batch, self._chars = [], 0
-        for (document, _, ends), ids in zip(
-            batch, self._tokenizer.encode_literal([text for _, text, _ in batch]), strict=True
-        ):
+        for (document, _, ends), ids in zip(batch, self._encode([text for _, text, _ in batch]), strict=True):
             if document is not self._owner:
                 self._restart(document)
             self._open.write(np.array(ids, self._dtype).tobytes())

@@ -88,4 +88,4 @@ def _source(
 def _numbers(counts: Counts) -> dict[str, int]:
     found = asdict(counts)
     del found["lengths"]
-    return {"documents": found["documents"], "tokens": found["tokens"], "bytes_of_text": found["bytes"]}
+    return found

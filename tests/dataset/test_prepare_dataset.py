@@ -85,7 +85,7 @@ def test_the_manifest_counts_what_is_there_and_what_was_dropped(corpus, whole):
     unique = set(corpus.documents)
     sides = content["train"], content["val"]
     assert sum(side["documents"] for side in sides) == len(unique)
-    assert sum(side["bytes_of_text"] for side in sides) == sum(len(text.encode()) for text in unique)
+    assert sum(side["bytes"] for side in sides) == sum(len(text.encode()) for text in unique)
     repeated = len(corpus.documents) - len(unique)
     assert content["dropped"] == {"duplicate": repeated, "empty": 2, "null": 1}
     assert content["options"]["input"] == [str(corpus.folder)]
