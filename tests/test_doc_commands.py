@@ -17,6 +17,7 @@ SECONDS = {
     "README.md": 160,
     "CONTRIBUTING.md": 2,
     "docs/checkpoints.md": 30,
+    "docs/data.md": 40,
     "docs/evaluate.md": 35,
     "docs/experts.md": 25,
     "docs/finetune.md": 60,

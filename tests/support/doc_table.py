@@ -96,6 +96,7 @@ TEXT: dict[Entry, str] = {
     ("docs/pod.md", "10.164.0.12 ssh-ed25519"): "a line of a file",
     ("docs/pod.md", "error: hostname"): "the output of a command that needs the cloud",
     ("docs/reliability.md", "driver (train.py)"): "a picture",
+    ("docs/runs.md", "bits per byte ="): "a formula",
     ("docs/serve.md", "messages = ["): "a continued program that needs a model with a chat template",
     ("docs/serve.md", "task: piqa_local"): "a file for a command that is not run",
     ("docs/serve.md", "location / {"): "a part of nginx's configuration",
@@ -134,6 +135,12 @@ MINE = (
     "--set checkpoint.ckpt_every=1000",
 )
 WRITTEN = {
+    "docs/data.md": (
+        "data/mine/manifest.json",
+        "data/mine/lengths.png",
+        "data/own_tokens/train.index",
+        "runs/mine/step_20",
+    ),
     "docs/finetune.md": ("data/docs_*.tfrecords", "runs/docs/step_100", "runs/docs/loss.png"),
     "docs/parallelism.md": ("runs/tiny_shakespeare/mesh.png",),
     "docs/preflight.md": ("preflight.png",),
