@@ -161,7 +161,7 @@ def test_lines_as_the_originals_reader_took_them(tmp_path, monkeypatch, capsys):
     Path("a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows, written = tokens_of("a.jsonl", tmp_path, seq=14, **IN_ORDER)
     assert text_of(rows) == "one\n\ntwo|three|"
-    assert (written.documents, written.null_lines) == (2, 2)
+    assert (written.source.documents, written.null_lines) == (2, 2)
     create_finetune_tfrecords.main(["a.jsonl", "n", "--tokenizer", "bytes", "--seq", "14"])
     assert (
         capsys.readouterr().out
