@@ -160,7 +160,7 @@ def download(path: str, start: int, stop: int | None, target: Writable) -> None:
     from google.api_core.exceptions import RequestRangeNotSatisfiable
 
     span = {"start": start, "end": None if stop is None else stop - 1, "raw_download": True, "checksum": None}
-    with _missing_explained(path), contextlib.suppress(RequestRangeNotSatisfiable):
+    with _refusal_explained(path), contextlib.suppress(RequestRangeNotSatisfiable):
         _blob(path).download_to_file(target, **span, retry=_retry())
 
 
@@ -171,7 +171,7 @@ def objects(prefix: str) -> list[tuple[str, int]]:
         UserError: there is no such bucket.
     """
     bucket, _, name = prefix.removeprefix("gs://").partition("/")
-    with _missing_explained(prefix):
+    with _refusal_explained(prefix):
         found = _gcs_client().list_blobs(bucket, prefix=name, retry=_retry())
         return sorted((f"gs://{bucket}/{blob.name}", int(blob.size)) for blob in found)
 
@@ -306,12 +306,21 @@ def _blob(path: str) -> Any:
 
 @contextlib.contextmanager
 def _missing_explained(path: str) -> Iterator[None]:
-    from google.api_core.exceptions import Forbidden, NotFound
+    from google.api_core.exceptions import NotFound
 
     try:
         yield
     except NotFound as error:
         raise UserError(f"no such object: {path}") from error
+
+
+@contextlib.contextmanager
+def _refusal_explained(path: str) -> Iterator[None]:
+    from google.api_core.exceptions import Forbidden
+
+    try:
+        with _missing_explained(path):
+            yield
     except Forbidden as error:
         raise UserError(f"{path}: the bucket refuses it; this account needs the role Storage Object User") from error
 

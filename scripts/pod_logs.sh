@@ -11,7 +11,8 @@ if [[ -d $ray ]]; then
 fi
 mkdir -p "$state/logs"
 code=0
-tar -czf "$archive" --warning=no-file-changed --transform='s,^tmp/ray/session_latest/logs/\.,ray,' \
+# tpu_logs: where libtpu has logs, Ray links to them by an absolute path, which the driver refuses to unpack
+tar -czf "$archive" --warning=no-file-changed --exclude=tpu_logs --transform='s,^tmp/ray/session_latest/logs/\.,ray,' \
     -C "$state" logs ${more[@]+"${more[@]}"} || code=$?
 # 1: a log grew while tar read it
 exit $((code == 1 ? 0 : code))
