@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seq", type=int, help="tokens per sequence; a record holds one token more (default: %(default)s)")
     add("--column", help="name of the text in JSON objects and in rows of tables (default: %(default)s)")
     add("--val", type=float, metavar="SHARE", help="share of the documents for validation (default: %(default)s)")
-    add("--dedup", action="store_true", help="drop documents whose text is exactly that of an earlier one")
+    add("--dedup", action="store_true", help="drop documents with exactly the text of an earlier one")
     add(
         "--on-error",
         choices=["skip", "stop"],

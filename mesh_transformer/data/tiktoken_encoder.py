@@ -15,7 +15,7 @@ _BLOCK = 1 << 14
 
 
 class TiktokenEncoder:
-    """Encodes texts with tiktoken. It keeps no cache: memory is that of the vocabulary and of one text.
+    """Encodes texts with tiktoken. It keeps no cache: memory holds the vocabulary and one text.
 
     Raises:
         ImportError: tiktoken is not installed.

@@ -21,7 +21,7 @@ class Counts:
     Args:
         tokens: with the end-of-text tokens.
         bytes: of the text as UTF-8.
-        lengths: how many documents have 2**(i / PER_OCTAVE) tokens and less than those of bin i + 1.
+        lengths: how many documents have 2**(i / PER_OCTAVE) tokens or more, and less than bin i + 1 has.
     """
 
     documents: int = 0

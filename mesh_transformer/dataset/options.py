@@ -24,7 +24,7 @@ class Options:
         seq: tokens of a sequence; a record holds one more.
         column: the name of the text in rows and JSON objects.
         val: the share of the documents that go to the validation set.
-        dedup: drop documents whose text is that of an earlier one.
+        dedup: drop documents with the text of an earlier one.
         on_error: whether a place that is not a document is counted or ends the job. The bytes do not depend on it.
         part_mb: megabytes of a part of a file that can be entered in the middle.
         shard_tokens: most tokens of a shard.
@@ -65,7 +65,7 @@ class Work:
 
     @classmethod
     def of(cls, inputs: Sequence[Input], tokenizer: str, fingerprint: str, options: Options) -> Work:
-        """The work of a command. `fingerprint` is that of the tokenizer."""
+        """The work of a command. `fingerprint`: of the tokenizer."""
         chosen = asdict(options)
         # the result of a job that has ended does not depend on it
         del chosen["on_error"]

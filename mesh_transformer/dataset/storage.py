@@ -57,7 +57,7 @@ def _open_local(path: str) -> IO[bytes]:
 
 
 class RangeFile(io.RawIOBase):
-    """A file on gs:// or on the hub, of which one range may be held in a temporary file.
+    """A file on gs:// or on the hub. A temporary file may hold one range of it.
 
     A read outside the range is a request. Where `ahead` is not 0, it downloads so many bytes of an object from there
     as the new range.
