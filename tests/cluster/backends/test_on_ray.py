@@ -1,10 +1,12 @@
 """Real workers on a real Ray cluster of two hosts. After every failure the numbers equal those of an uninterrupted
 run."""
 
+import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from support.driving import (
@@ -23,6 +25,7 @@ from support.driving import (
 )
 
 from mesh_transformer.data.prepare import cached_records
+from mesh_transformer.data.text_counts import cached_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 DETECTION_S = 30
@@ -110,7 +113,10 @@ def test_hangs_outside_of_steps(folder, ray_nodes, straight, worker_environment,
         records = cached_records(str(folder / "text.txt"), GROUPS["model"]["seq"], "bytes")
     validated, held = folder / "validated.tfrecords", folder / "held"
     os.rename(records, validated)
-    write(folder, data={"val_set": {"held": validated.name}})
+    (folder / "val.index").write_text(f"{validated}\n")
+    # the size of the text, for the bits per byte of `straight`
+    (folder / "manifest.json").write_text(json.dumps({"val": json.loads(Path(cached_counts(records)).read_text())}))
+    write(folder, data={"val_set": {"held": "val.index"}})
     os.mkfifo(held)
     (folder / "sitecustomize.py").write_text(HOLD_RENAMES)
     variables = {"JAX_COMPILATION_CACHE_DIR": folder / "compiled", "PYTHONPATH": folder, "HELD": held}
