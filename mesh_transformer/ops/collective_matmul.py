@@ -40,6 +40,9 @@ class Group:
     partition: Partition
     axis: str
     devices: int
+    # the mesh axes that split the sequences, and those that split the positions of all activations
+    batch: tuple[str, ...] = ()
+    seq: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, partition: Partition) -> Group | None:
@@ -48,27 +51,47 @@ class Group:
         seq = partition.rules["seq"] or ()
         axes = [axis for axis in partition.rules["block_seq"] or () if axis not in seq]
         devices = partition.mesh.shape[axes[0]] if axes else 1
-        return cls(partition, axes[0], devices) if devices > 1 else None
+        # read here: inside of `map` these axes split nothing
+        batch, others = (
+            tuple(axis for axis in partition.axes(name) if partition.mesh.shape[axis] > 1) for name in ("batch", "seq")
+        )
+        return cls(partition, axes[0], devices, batch, others) if devices > 1 else None
 
     def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
-        """`function` of the arrays of one device; the partitioner splits all other dimensions."""
+        """`function` of the arrays of one device.
+
+        All axes that split tokens are manual. The partitioner would gather, for each collective, the dimensions that
+        other axes split.
+        """
         return jax.shard_map(
             functools.partial(function, self),
             mesh=self.partition.current_mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={self.axis},
+            axis_names=set(self._axes),
             check_vma=True,
         )
 
     # The specs of the arrays of a device: split by positions or by columns; matrices split by columns or by rows.
     @property
     def positions(self) -> P:
-        return P(None, None, self.axis)
+        return P(self.batch, self.seq, self.axis)
 
     @property
     def columns(self) -> P:
-        return P(None, None, None, self.axis)
+        return P(self.batch, self.seq, None, self.axis)
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return (self.axis, *self.batch, *self.seq)
+
+    def weight_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+        """On a device, `ops.linear.weight_gradient` of all tokens: the sum over the devices with other tokens.
+
+        The sum is over no axis of a `shard_map` around this code, whose owner sums later (`train.replicas`).
+        """
+        gradient, others = weight_gradient(x, dy), self._axes[1:]
+        return _on_cpu_in_float32(functools.partial(jax.lax.psum, axis_name=others), gradient) if others else gradient
 
     def parts(self, x_BTF: jax.Array) -> jax.Array:
         """(B, T, F) -> (B, C, T / C, F): so that the group splits the positions of each part."""
@@ -106,7 +129,7 @@ class Group:
         """An array for all positions, if a device has (B, C, t, F). It has no values: zeros would cost time."""
         b, c, t, _ = x.shape
         empty = jax.lax.empty((b, c, self.devices * t, width), x.dtype)
-        return jax.lax.pcast(empty, self.axis, to="varying")
+        return jax.lax.pcast(empty, self._axes, to="varying")
 
 
 def gather_products(group: Group, x: jax.Array, ws: Arrays) -> tuple[list[jax.Array], jax.Array]:
@@ -142,12 +165,16 @@ def scatter_products(group: Group, xs: Arrays, ws: Arrays) -> jax.Array:
 
 def _scattered_sum(group: Group, y: jax.Array) -> jax.Array:
     scatter = functools.partial(jax.lax.psum_scatter, axis_name=group.axis, scatter_dimension=POSITIONS, tiled=True)
+    return _on_cpu_in_float32(scatter, y)
 
-    def scatter_on_cpu(y: jax.Array) -> jax.Array:
-        # XLA for CPU aborts at a bfloat16 sum over some of a mesh's axes
-        return scatter(y.astype(jnp.float32)).astype(y.dtype)
 
-    return jax.lax.platform_dependent(y, cpu=scatter_on_cpu, default=scatter)
+def _on_cpu_in_float32(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`collective` of x. XLA for CPU aborts at a bfloat16 sum over some of a mesh's axes."""
+
+    def in_float32(x: jax.Array) -> jax.Array:
+        return collective(x.astype(jnp.float32)).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, cpu=in_float32, default=collective)
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -180,7 +207,7 @@ def _gather_matmul_backward(group: Group, saved: tuple[jax.Array, Arrays], dys_B
     def gradients(group: Group, x: jax.Array, ws: Arrays, dys: Arrays) -> tuple[jax.Array, Arrays]:
         _, whole = gather_products(group, x, [])
         dx = scatter_products(group, dys, [w.T for w in ws])
-        return dx, [weight_gradient(whole, dy) for dy in dys]
+        return dx, [group.weight_gradient(whole, dy) for dy in dys]
 
     split = P(None, group.axis)
     run = group.map(gradients, (group.positions, split, group.columns), (group.positions, split))
@@ -207,7 +234,7 @@ def _matmul_scatter_backward(group: Group, saved: tuple[Arrays, Arrays], dy_BTD:
 
     def gradients(group: Group, xs: Arrays, ws: Arrays, dy: jax.Array) -> tuple[Arrays, Arrays]:
         dxs, whole = gather_products(group, dy, [w.T for w in ws])
-        return dxs, [weight_gradient(x, whole) for x in xs]
+        return dxs, [group.weight_gradient(x, whole) for x in xs]
 
     split = P(group.axis)
     run = group.map(gradients, (group.columns, split, group.positions), (group.columns, split))
