@@ -4,6 +4,7 @@ and ALiBi (Press et al. 2021, arXiv:2108.12409). `ENCODINGS` is the table of the
 Shapes: B sequences, T positions, H heads of queries, J heads of keys, K dims of a head, R rotated dims.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mesh_transformer.parallel.sharding import platform
 from mesh_transformer.spec import Alibi, PositionEncoding, Rotary, Scaling
 
 # bfloat16 has all whole numbers up to it
@@ -50,10 +52,18 @@ def _halves(head_BTHR: jax.Array) -> Sequence[jax.Array]:
     return jnp.split(head_BTHR, 2, axis=-1)
 
 
-# the styles of `Rotary`: a head -> the first and the second dims of all pairs; and the inverse, up to a reshape
-_STYLES: dict[str, tuple[Callable[[jax.Array], Sequence[jax.Array]], Callable[..., jax.Array]]] = {
-    "pairs": (_pairs, jnp.stack),
-    "halves": (_halves, jnp.concatenate),
+class _Style(NamedTuple):
+    """A style of `Rotary`: a head -> the first and the second dims of all pairs; the inverse, up to a reshape; the
+    numbers of pairs -> the indices of their first and second dims, (2, R / 2)."""
+
+    split: Callable[[jax.Array], Sequence[jax.Array]]
+    join: Callable[..., jax.Array]
+    dims: Callable[[int], np.ndarray]
+
+
+_STYLES = {
+    "pairs": _Style(_pairs, jnp.stack, lambda pairs: np.arange(2 * pairs).reshape(pairs, 2).T),
+    "halves": _Style(_halves, jnp.concatenate, lambda pairs: np.arange(2 * pairs).reshape(2, pairs)),
 }
 
 
@@ -62,14 +72,64 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
 
     The result has x's dtype; the arithmetic is float32.
     """
-    rotary_dims = 2 * angles.sin_BTR.shape[-1]
+    if platform() == "tpu":
+        return rotate_by_product(style, x_BTHK, *angles)
+    return rotate_by_slices(style, x_BTHK, *angles)
+
+
+def rotate_by_slices(style: str, x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array) -> jax.Array:
+    """`rotate`, with the dims of a pair taken apart."""
+    rotary_dims = 2 * sin_BTR.shape[-1]
     head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
-    split, join = _STYLES[style]
+    split, join, _ = _STYLES[style]
     first, second = split(head)
-    sin, cos = (x if x.ndim == x_BTHK.ndim else x[:, :, None, :] for x in angles)
+    sin, cos = (_of_heads(x, x_BTHK) for x in (sin_BTR, cos_BTR))
     rotated = first * cos - second * sin, second * cos + first * sin
     head = join(rotated, axis=-1).reshape(head.shape)
     return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rotate_by_product(style: str, x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array) -> jax.Array:
+    """`rotate`, as x cos + (x turn) sin: a product with a constant matrix moves each dim to the other of its pair.
+
+    The product is exact, since a column of `turn` has one number, 1 or -1. A TPU multiplies matrices faster than it
+    moves dims, for which it copies the heads into other tiles. The gradient is a rotation by the opposite angle, and
+    the angles have none.
+    """
+    pairs, width = sin_BTR.shape[-1], x_BTHK.shape[-1]
+    first, second = _STYLES[style].dims(pairs)
+    turn = np.zeros((width, width), x_BTHK.dtype)
+    turn[second, first], turn[first, second] = -1, 1
+    # a TPU rounds float32 factors to bfloat16 otherwise
+    exact = jax.lax.Precision.HIGHEST if x_BTHK.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    turned = jnp.einsum("bthk,kj->bthj", x_BTHK, turn, precision=exact, preferred_element_type=jnp.float32)
+
+    def of_dims(of_pairs: jax.Array, others: float) -> jax.Array:
+        """Numbers of the pairs, for both dims of each, and another number for the dims that are not rotated."""
+        both = _STYLES[style].join([of_pairs, of_pairs], axis=-1).reshape(*of_pairs.shape[:-1], 2 * pairs)
+        left = [(0, 0)] * (both.ndim - 1) + [(0, width - 2 * pairs)]
+        return _of_heads(jnp.pad(both, left, constant_values=others), x_BTHK)
+
+    return (x_BTHK.astype(jnp.float32) * of_dims(cos_BTR, 1) + turned * of_dims(sin_BTR, 0)).astype(x_BTHK.dtype)
+
+
+def _rotate_by_product_forward(
+    style: str, x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array
+) -> tuple[jax.Array, Rotation]:
+    return rotate_by_product(style, x_BTHK, sin_BTR, cos_BTR), Rotation(sin_BTR, cos_BTR)
+
+
+def _rotate_by_product_backward(style: str, angles: Rotation, dy_BTHK: jax.Array) -> tuple[jax.Array, None, None]:
+    return rotate_by_product(style, dy_BTHK, -angles.sin_BTR, angles.cos_BTR), None, None
+
+
+rotate_by_product.defvjp(_rotate_by_product_forward, _rotate_by_product_backward)
+
+
+def _of_heads(of_positions: jax.Array, x_BTHK: jax.Array) -> jax.Array:
+    """Numbers of positions, for arithmetic with heads, unless each head has its own."""
+    return of_positions if of_positions.ndim == x_BTHK.ndim else of_positions[:, :, None, :]
 
 
 def rotate_both(

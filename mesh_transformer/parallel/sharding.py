@@ -218,6 +218,12 @@ def active() -> Partition | None:
     return _ACTIVE.get()
 
 
+def platform() -> str:
+    """The platform of the active partition's devices; without one, of JAX's default device."""
+    partition = active()
+    return jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Constrain the sharding of activation `x` by its dimension names; the identity without a partition."""
     partition = active()

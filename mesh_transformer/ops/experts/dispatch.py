@@ -13,10 +13,9 @@ from einops import rearrange
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.experts.grouped import platform
 from mesh_transformer.ops.experts.layer import NO_BIASES, Activation, Biases, Choices, Weights, exchanged, on_device
 from mesh_transformer.ops.experts.routing import Routing, total
-from mesh_transformer.parallel.sharding import Partition, active
+from mesh_transformer.parallel.sharding import Partition, active, platform
 
 _Sums = tuple[jax.Array, jax.Array]
 """The outputs of the experts for each token, summed, and the number of choices that were dropped."""

@@ -14,7 +14,7 @@ import jax
 
 from mesh_transformer.ops.experts import megablox, row_blocks, row_loop
 from mesh_transformer.ops.experts.kernel import Arrays, Kernel, live
-from mesh_transformer.parallel.sharding import active
+from mesh_transformer.parallel.sharding import platform
 
 _KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel()}
 
@@ -30,12 +30,6 @@ def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_ro
         all_rows: whether every row belongs to a group. Then no pass over the rows writes zeros.
     """
     return _grouped_matmul(_KERNELS[platform()], all_rows, x_ND, w_EDF, sizes_E)
-
-
-def platform() -> str:
-    """The platform of the active partition's devices; without one, of JAX's default device."""
-    partition = active()
-    return jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
