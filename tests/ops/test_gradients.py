@@ -14,7 +14,7 @@ from mesh_transformer.models.head import TokenLoss, weighted_loss
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
-from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.linear import add_bias, column_sums, column_sums_by_product, matmul
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
 from mesh_transformer.spec import Attention
 from mesh_transformer.train import jit
@@ -75,6 +75,17 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     assert db.dtype == dtype
     # one rounding to the dtype: 2^-8 of the value in bfloat16
     np.testing.assert_allclose(np.asarray(db, np.float64), expected, rtol=4e-3 if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("sums", [column_sums, column_sums_by_product])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sums_of_columns_are_float32_sums(sums, dtype):
+    x = normal(0, 4, 300, 7).astype(dtype)
+    expected, largest = np.asarray(x, np.float64).sum((0, 1)), np.abs(np.asarray(x, np.float64)).sum((0, 1))
+    found = sums(x)
+    assert found.dtype == jnp.float32
+    # 1,200 numbers, added in some order: the error of each addition is at most 2^-24 of the sum so far
+    np.testing.assert_array_less(np.abs(found - expected), 1200 * 2.0**-24 * largest)
 
 
 def plain(q, k, v, bias, *, mask=None, window=None, softcap=None):

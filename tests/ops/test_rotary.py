@@ -1,13 +1,16 @@
-"""The frequencies of rotary encoding against transformers', for the bases, heads and scalings of published models."""
+"""The frequencies of rotary encoding against transformers', for the bases, heads and scalings of published models; and
+both forms of the rotation."""
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mesh_transformer.families import llama
 from mesh_transformer.families.hf_keys import ConfigJson
-from mesh_transformer.ops.positions import frequencies
+from mesh_transformer.ops.positions import frequencies, rotate_by_product, rotate_by_slices
 
 
 class Published(NamedTuple):
@@ -96,3 +99,19 @@ def test_frequencies_are_those_of_transformers(published, dims) -> None:
     print(f"{published.models}, {dims} dims: pairs that differ, with their ulps: {off}")  # noqa: T201
     assert len(off) <= published.most_pairs
     assert max(off.values(), default=0) <= 1
+
+
+@pytest.mark.parametrize("style", ["pairs", "halves"])
+# all dims of a head and angles of each head; some dims and one row of angles for all sequences
+@pytest.mark.parametrize(("dtype", "rotated", "angles"), [(jnp.float32, 16, (2, 5, 3)), (jnp.bfloat16, 6, (1, 5))])
+def test_a_rotation_by_a_product_is_exact(style, dtype, rotated, angles) -> None:
+    """Operations one by one: a compiler may fuse a product and a sum, and then rounds once less."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (jax.random.normal(key, (2, 5, 3, 16)).astype(dtype) for key in keys[:2])
+    theta = 9 * jax.random.normal(keys[2], (*angles, rotated // 2))
+    sin, cos = jnp.sin(theta), jnp.cos(theta)
+    expected, by_slices = jax.vjp(lambda x: rotate_by_slices(style, x, sin, cos), x)
+    found, by_product = jax.vjp(lambda x: rotate_by_product(style, x, sin, cos), x)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(by_product(dy)[0], by_slices(dy)[0])

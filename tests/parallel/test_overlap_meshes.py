@@ -2,8 +2,12 @@
 with overlapped communication (mesh.overlap_tp) and with a gather and a scatter."""
 
 import pytest
+from support.builders import TINY, program
 from support.covering import sampled
 from support.parity import SMALL, assert_equals_one_device
+from support.replicas import OWN, REPLICAS, sequences_over_tp
+
+from mesh_transformer.train.step import compile_step
 
 MESHES = {
     "tp8": ["mesh.tp=8"],
@@ -45,3 +49,10 @@ def _compare(family: str, mesh: str, remat: str) -> None:
 def test_training_with_one_gather_and_one_scatter_equals_one_device(family: str, mesh: str) -> None:
     axes = [*MESHES[mesh], "mesh.shard_activations=true", "mesh.overlap_tp=false"]
     assert not assert_equals_one_device(MODELS[family], *axes).partition.overlap_tp
+
+
+@pytest.mark.parametrize("mesh", REPLICAS)
+def test_a_replica_gathers_and_scatters_its_own_sequences(mesh: str) -> None:
+    run = program(TINY, *REPLICAS[mesh], "mesh.shard_activations=true", "model.layers=2", devices=8)
+    compiled = compile_step(run, 1, 4 * OWN)
+    assert sequences_over_tp(compiled.as_text()) == {"all-gather": {OWN}, "reduce-scatter": {OWN}}

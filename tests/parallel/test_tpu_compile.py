@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.builders import TINY
+from support.replicas import OWN, sequences_over_tp
 
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
@@ -123,6 +124,15 @@ def test_a_step_holds_its_part_of_the_state_and_donates_it(name):
     # the metrics
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**16
     assert peak_bytes(compiled) < 2**26
+
+
+@pytest.mark.parametrize("name", ["v3-8", "v5e-8"])
+def test_a_replica_gathers_and_scatters_its_own_sequences(name):
+    mesh = ("mesh.fsdp=4", "mesh.tp=2", "mesh.shard_activations=true", "mesh.overlap_tp=false")
+    hlo = _small(name, *mesh, "model.layers=2", f"data.batch_size={4 * OWN}").as_text()
+    found = sequences_over_tp(hlo)
+    assert found.keys() >= {"all-gather"}
+    assert set().union(*found.values()) == {OWN}
 
 
 def _gathered(name: str, *overrides: str) -> list[int]:
