@@ -18,15 +18,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--input",
-        action="append",
-        required=True,
-        metavar="X[=SHARE]",
-        help="a file, folder, glob or gs:// prefix of .txt, .jsonl, .csv (each plain or with .gz, .xz, .zst), .parquet "
-        "or .tar files, or a data set of the Hugging Face hub, hf://datasets/ORG/NAME[:SPLIT]; X=0.3 takes this share "
-        "of its documents; may be repeated",
-    )
+    cli.add_corpus(parser)
     add(
         "--tokenizer",
         default="gpt2",
@@ -42,14 +34,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="run N tasks at once on this machine; 1 needs no Ray (default: the number of CPU cores)",
     )
     add("--seq", type=int, help="tokens per sequence; a record holds one token more (default: %(default)s)")
-    add("--column", help="name of the text in JSON objects and in rows of tables (default: %(default)s)")
     add("--val", type=float, metavar="SHARE", help="share of the documents for validation (default: %(default)s)")
     add("--dedup", action="store_true", help="drop documents with exactly the text of an earlier one")
-    add(
-        "--on-error",
-        choices=["skip", "stop"],
-        help="what to do at a place that is not a document: count and skip it, or stop (default: %(default)s)",
-    )
     add(
         "--part-mb",
         type=float,

@@ -12,14 +12,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = cli.Parser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--input",
-        action="append",
-        required=True,
-        metavar="PATH",
-        help="a file, or a folder of files: .txt, .jsonl or .tar, plain or compressed (.gz, .xz, .zst); may be "
-        "repeated",
-    )
+    cli.add_corpus(parser)
     add("--output", required=True, metavar="FOLDER", help="the new folder, local or gs://; --tokenizer takes it")
     add(
         "--vocab",
@@ -43,14 +36,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and train."""
     from mesh_transformer import logs
-    from mesh_transformer.data.tokenizer_training import Training, train
+    from mesh_transformer.dataset.tokenizer_training import Training, train
     from mesh_transformer.errors import plural
 
     args = parse(arguments)
     logs.set_up(logging.DEBUG if args.verbose else logging.INFO)
-    trained = train(args.input, args.output, Training(args.vocab, tuple(args.special)))
+    training = Training(args.vocab, tuple(args.special), args.column, args.on_error)
+    trained = train(args.input, args.output, training)
+    skipped = f"; skipped: {plural(trained.bad, 'bad place')}" if trained.bad else ""
     sys.stdout.write(
-        f"{trained.folder}: {plural(trained.vocab, 'token')}, from {plural(trained.documents, 'document')}\n"
+        f"{trained.folder}: {plural(trained.vocab, 'token')}, from {plural(trained.documents, 'document')}{skipped}\n"
     )
 
 

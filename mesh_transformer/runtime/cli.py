@@ -80,6 +80,30 @@ def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, req
     )
 
 
+def add_corpus(parser: argparse.ArgumentParser) -> None:
+    """Add --input, --column and --on-error: documents to read (dataset/inputs.py)."""
+    from mesh_transformer.dataset.options import Options
+
+    parser.add_argument(
+        "--input",
+        action="append",
+        required=True,
+        metavar="X[=SHARE]",
+        help="a file, folder, glob or gs:// prefix of .txt, .jsonl, .csv (each plain or with .gz, .xz, .zst), .parquet "
+        "or .tar files, or a data set of the Hugging Face hub, hf://datasets/ORG/NAME[:SPLIT]; X=0.3 takes this share "
+        "of its documents; may be repeated",
+    )
+    parser.add_argument(
+        "--column", help="name of the text in JSON objects and in rows of tables (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=["skip", "stop"],
+        help="what to do at a place that is not a document: count and skip it, or stop (default: %(default)s)",
+    )
+    parser.set_defaults(column=Options.column, on_error=Options.on_error)
+
+
 def checkpoint_path(text: str) -> str:
     """The path of a checkpoint, or its hf:// name. An empty path, such as an unset variable of the shell, does not mean
     "none"."""

@@ -1,13 +1,16 @@
 """train_tokenizer.py: transformers reads what it writes, and the loader takes it."""
 
 import gzip
+import hashlib
 import json
 
 import pytest
+import zstandard
+from support.corpora import as_csv, as_lines, as_parquet
 
 import train_tokenizer
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.data.tokenizer_training import Training, train
+from mesh_transformer.dataset.tokenizer_training import Training, train
 from mesh_transformer.errors import UserError
 
 LINES = [f"The {i}th bottle of beer stands on the wall, and the {i * i}th falls.\n\n" for i in range(400)]
@@ -61,6 +64,58 @@ def test_the_result_depends_on_the_text_alone(trained, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (trained / "made" / name).read_bytes()
 
 
+def merges_of(folder):
+    return json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+
+
+def of_texts(texts, folder):
+    """The merges of a tokenizer that is trained on one file with all texts."""
+    folder.mkdir()
+    (folder / "all.txt").write_text("<|endoftext|>".join(texts))
+    assert train([str(folder / "all.txt")], str(folder / "made"), Training(500)).documents == len(texts)
+    return merges_of(folder / "made")
+
+
+def test_every_kind_of_input_gives_the_tokenizer_of_its_texts(tmp_path, gcs, hub_server):
+    """The kinds that prepare_dataset.py takes, with the name of a column."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/a.csv.zst").write_bytes(zstandard.compress(as_csv(LINES[:100], "body")))
+    (tmp_path / "x/b.parquet").write_bytes(as_parquet(LINES[100:200], 30, "body"))
+    gcs.put("bucket", "in/c.jsonl", as_lines(LINES[200:300], "body"))
+    hub_server.commit("datasets/org/name", {"data/train-0.parquet": as_parquet(LINES[300:], 50, "body")})
+    inputs = [f"{tmp_path}/x/*.*", "gs://bucket/in", "hf://datasets/org/name:train"]
+    arguments = [*(f"--input={name}" for name in inputs), "--column=body", "--vocab=500"]
+    train_tokenizer.main([*arguments, f"--output={tmp_path}/made"])
+    assert merges_of(tmp_path / "made") == of_texts(LINES, tmp_path / "reference")
+
+
+def is_taken(text):
+    """Whether a share of 0.3 has a document, by the documented rule."""
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(hashlib.blake2b(digest, key=b"share", digest_size=8).digest(), "big") < 0.3 * 2**64
+
+
+def test_a_share_has_the_documents_that_a_data_set_of_it_has(tmp_path):
+    """Two of the documents come in several pieces, and wait in a file."""
+    long = [f"{'long words ' * 110_000}{number}" for number in range(20)]
+    texts = [*LINES, next(text for text in long if is_taken(text)), next(text for text in long if not is_taken(text))]
+    (tmp_path / "a.jsonl").write_bytes(as_lines(texts))
+    found = train([f"{tmp_path}/a.jsonl=0.3"], str(tmp_path / "made"), Training(500))
+    taken = [text for text in texts if is_taken(text)]
+    assert 80 < found.documents == len(taken) < 160
+    assert merges_of(tmp_path / "made") == of_texts(taken, tmp_path / "reference")
+
+
+def test_bad_places_end_the_training_or_are_counted(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b"not JSON\n".join(as_lines([text]) for text in LINES[:3]))
+    command = [f"--input={tmp_path}/a.jsonl", "--vocab=300"]
+    with pytest.raises(UserError, match=r"a.jsonl, line at byte \d+: not JSON"):
+        train_tokenizer.main([*command, f"--output={tmp_path}/stopped"])
+    assert not (tmp_path / "stopped/tokenizer.json").exists()
+    train_tokenizer.main([*command, f"--output={tmp_path}/made", "--on-error=skip"])
+    assert capsys.readouterr().out.endswith(", from 3 documents; skipped: 2 bad places\n")
+
+
 def test_a_long_word_is_cut(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 50_000 + "\n" + "a b " * 100)
     train([str(tmp_path / "a.txt")], str(tmp_path / "made"), Training(300))
@@ -73,7 +128,9 @@ def test_a_long_word_is_cut(tmp_path):
         (["--vocab=256"], "--vocab 256: must be 257 (256 bytes and 1 special token) to 1048576"),
         (["--special= a"], "--special ' a': must be 1 to 100 characters without white space at its ends"),
         (["--special=b", "--special=b"], "--special 'b': is there twice"),
-        (["--input=a.txt"], "a.txt is in two inputs"),
+        (["--input=a.txt"], "the input a.txt is given 2 times"),
+        (["--input=[af]*.txt"], "a.txt is in two inputs"),
+        (["--input=table.csv", "--column=body"], "table.csv: the header has no column 'body', it has 'n', 'text'"),
         (["--input=none.txt"], "no such file or folder: none.txt"),
         (["--output=old"], "old already has a tokenizer: choose another --output"),
         (["--output=file.txt/x"], "file.txt"),
@@ -83,6 +140,7 @@ def test_a_mistake_ends_before_the_training(tmp_path, monkeypatch, arguments, me
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "file.txt"):
         (tmp_path / name).write_text("text")
+    (tmp_path / "table.csv").write_bytes(as_csv(["text"]))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError) as error:

@@ -1,18 +1,25 @@
 """Trains a byte-level BPE tokenizer, as GPT-2's, and writes it as a Hugging Face folder."""
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mesh_transformer import files
 from mesh_transformer.data.byte_tokenizer import EOT_TEXT
-from mesh_transformer.data.corpus import file_pieces, input_files
+from mesh_transformer.data.corpus import Piece
 from mesh_transformer.data.tokenizer import has_tokenizer, valid_text
+from mesh_transformer.dataset.formats.base import Item
+from mesh_transformer.dataset.fragment import fraction
+from mesh_transformer.dataset.inputs import Input, read_inputs
+from mesh_transformer.dataset.options import Options
+from mesh_transformer.dataset.parts import Part, pieces, plan
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.logs import Progress
+from mesh_transformer.logs import Progress, log
 
 _BYTES = 256
 # published vocabularies have at most 2**18 tokens
@@ -21,6 +28,8 @@ _MAX_SPECIAL_CHARS = 100
 # such as an encoded picture
 _LONG_WORD = re.compile(r"(?<!\S)\S{10000}|(?<!\s)\s{10000}")
 _PART_CHARS = 1000
+# a document of more bytes waits in a file until its hash is known
+_HELD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,10 +39,14 @@ class Training:
     Args:
         vocab: the number of tokens, with the 256 bytes, the separator and the special tokens.
         special: names of further special tokens, which follow the separator.
+        column: the name of the text in rows and JSON objects.
+        on_error: whether a place that is not a document is counted or ends the training.
     """
 
     vocab: int
     special: tuple[str, ...] = ()
+    column: str = Options.column
+    on_error: Literal["skip", "stop"] = Options.on_error
 
     def __post_init__(self) -> None:
         names = (EOT_TEXT, *self.special)
@@ -59,11 +72,13 @@ class Trained:
     Args:
         vocab: the number of tokens; less than asked for where the text has too few words.
         documents: of the text, without empty ones.
+        bad: places that are not documents.
     """
 
     folder: str
     vocab: int
     documents: int
+    bad: int
 
 
 def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
@@ -73,19 +88,16 @@ def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
     holds the distinct words of the text and their counts, not the text.
 
     Args:
-        inputs: files or folders, as `input_files` accepts them. `<|endoftext|>` in a text ends a document.
+        inputs: X or X=SHARE, as `read_inputs` accepts them. `<|endoftext|>` in a text ends a document.
         folder: local or gs://.
 
     Raises:
-        UserError: an input is missing or damaged, two inputs are the same, the text is empty, or the folder already has
-            a tokenizer.
+        UserError: an input is missing or damaged, two inputs have a common file, a place is not a document, the text is
+            empty, or the folder already has a tokenizer.
     """
-    found = [input_files(source) for source in inputs]
-    paths = [path for group in found for path in group]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise UserError(f"{twice} is in two inputs: name each --input once")
+    found = read_inputs(inputs)
     _check_output(folder)
-    counted = _Counted(paths)
+    counted = _Counted(found, plan(found, Options().part_bytes, training.column), training)
     made = _train(counted, training)
     if not counted.documents:
         raise UserError(f"{', '.join(inputs)}: there is no text to train on: add text")
@@ -97,7 +109,7 @@ def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
     # the last file makes the folder a tokenizer
     files.replace(files.join(folder, "tokenizer_config.json"), json.dumps(config, indent=2).encode())
     files.replace(files.join(folder, "tokenizer.json"), made.to_str(pretty=True).encode())
-    return Trained(folder, made.get_vocab_size(), counted.documents)
+    return Trained(folder, made.get_vocab_size(), counted.documents, counted.bad)
 
 
 def _check_output(folder: str) -> None:
@@ -132,29 +144,75 @@ def _train(texts: Iterator[str], training: Training) -> Any:
 
 
 class _Counted(Iterator[str]):
-    """The text of files in pieces, with a progress line; counts the documents."""
+    """The text of parts in pieces, with a progress line; counts the documents, and the places that are not."""
 
-    def __init__(self, paths: Sequence[str]):
-        self.documents = 0
-        self._pieces = self._read(paths)
+    def __init__(self, inputs: Sequence[Input], parts: Sequence[Part], training: Training):
+        self.documents = self.bad = 0
+        self._training = training
+        self._pieces = self._read(inputs, parts)
 
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _read(self, paths: Sequence[str]) -> Iterator[str]:
+    def _read(self, inputs: Sequence[Input], parts: Sequence[Part]) -> Iterator[str]:
         progress = Progress("reading", None, unit="piece", leave=False)
         count, has_text = 0, False
         try:
-            for path in paths:
-                for piece in file_pieces(path, EOT_TEXT):
-                    count, has_text = count + 1, has_text or bool(piece.text)
-                    yield from _bounded(valid_text(piece.text))
+            for part in parts:
+                for piece in self._good(_taken(pieces(part, self._training.column), inputs[part.input].share)):
+                    count += 1
+                    for number, text in enumerate(piece.text.split(EOT_TEXT)):
+                        if number:
+                            self.documents += has_text
+                            has_text = False
+                        has_text = has_text or bool(text)
+                        yield from _bounded(valid_text(text))
                     if piece.ends:
                         self.documents += has_text
                         has_text = False
                     progress.update(count)
         finally:
             progress.close()
+
+    def _good(self, items: Iterable[Item]) -> Iterator[Piece]:
+        """The pieces. After a bad place a document begins; what was read of the one before it counts as text."""
+        for item in items:
+            if isinstance(item, Piece):
+                yield item
+                continue
+            if self._training.on_error == "stop":
+                raise UserError(item.message)
+            log.debug("%s", item.message)
+            self.bad += 1
+            yield Piece("", True)
+
+
+def _taken(items: Iterable[Item], share: float) -> Iterator[Item]:
+    """The documents in a share, which their hashes decide, as in `write_fragment`."""
+    if share == 1:
+        yield from items
+        return
+    with tempfile.SpooledTemporaryFile(_HELD_BYTES) as held:
+        sizes: list[int] = []
+        digest = hashlib.blake2b(digest_size=16)
+        for item in items:
+            if isinstance(item, Piece):
+                # JSON may hold halves of surrogate pairs
+                data = item.text.encode("utf-8", "surrogatepass")
+                digest.update(data)
+                held.write(data)
+                sizes.append(len(data))
+                if not item.ends:
+                    continue
+                if fraction(digest.digest(), b"share") < share:
+                    held.seek(0)
+                    for number, size in enumerate(sizes, 1):
+                        yield Piece(held.read(size).decode("utf-8", "surrogatepass"), number == len(sizes))
+            else:
+                yield item
+            sizes, digest = [], hashlib.blake2b(digest_size=16)
+            held.seek(0)
+            held.truncate()
 
 
 def _bounded(text: str) -> Iterator[str]:
