@@ -52,6 +52,11 @@ def main() -> int:
         metavar="PNG",
         help="picture of memory and time; empty: none (default: %(default)s)",
     )
+    parser.add_argument(
+        "--op-table",
+        metavar="DIR",
+        help="write a table of the operations of each compiled program to DIR, with their estimated times",
+    )
     arguments = parser.parse_args()
     cli.starting()
     from mesh_transformer.runtime.preflight import command

@@ -42,6 +42,8 @@ _OPERAND = re.compile(r"%([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _MEGASCALE = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)".*_xla_megascale_transfer_type="(\w+)"')
+# libtpu breaks the line of a Pallas kernel within its metadata
+BREAK = re.compile(r'\n(?="|\}\})')
 _WINDOW = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -184,7 +186,7 @@ class Module:
         # the computation that runs first
         self.entry = ""
         body: list[Instruction] = []
-        for line in hlo.splitlines():
+        for line in BREAK.sub("", hlo).splitlines():
             if header := _HEADER.match(line):
                 body = self.computations.setdefault(header[2], [])
                 self.entry = header[2] if header[1] else self.entry

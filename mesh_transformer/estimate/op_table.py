@@ -15,15 +15,17 @@ in one step. flops, bytes: of one run. result: type on one device. source: the p
 _UNKNOWN = Accelerator("unknown", "", peak_tflops=1e-3, memory_gb_s=1.0, usable_gib=0.0, link_gb_s=1.0)
 
 
-def write_op_table(path: Path, hlo: str, accelerator: Accelerator | None, loops: Mapping[str, int]) -> None:
+def write_op_table(
+    path: Path, hlo: str, accelerator: Accelerator | None, loops: Mapping[str, int], slices: int = 1
+) -> None:
     """Write the table as tab-separated values, the longest operation first.
 
     Args:
         hlo: the optimized text of the program.
         accelerator: of its devices; None: it is not in the table of accelerators.
-        loops: as of `Timeline`.
+        loops, slices: as of `Timeline`.
     """
-    timeline = Timeline(hlo, accelerator or _UNKNOWN, loops)
+    timeline = Timeline(hlo, accelerator or _UNKNOWN, loops, slices)
     estimate = timeline.estimate()
     with path.open("w", newline="") as file:
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
@@ -31,5 +33,5 @@ def write_op_table(path: Path, hlo: str, accelerator: Accelerator | None, loops:
         for name, spent in sorted(estimate.spent.items(), key=lambda item: -item[1].seconds):
             one = timeline.module.instructions[name]
             times = (f"{spent.seconds:.3g}", f"{spent.seconds / estimate.seconds:.4f}") if accelerator else ("", "")
-            work = timeline.module.flops(one), timeline.module.moved_bytes(one)
+            work = timeline.flops(one), timeline.module.moved_bytes(one)
             table.writerow((spent.part, *times, spent.runs, *work, one.opcode, one.result, one.op_name, name))

@@ -11,6 +11,7 @@ from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, part_of_a_slice
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form, overlap, serving
+from mesh_transformer.estimate.op_table import write_op_table
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.sizes import unmodelled
 from mesh_transformer.estimate.target import Target
@@ -50,6 +51,8 @@ _MEMORY_OF_THE_FORMULA = {
 }
 # what is called before a program is traced and compiled, with its name and its mesh
 Announce = Callable[[str, MeshShape], None]
+# the file for the table of a program's operations, by the name of the program
+OpTable = Callable[[str], Path]
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Prediction:
         reason: why it does not fit.
         best: whether it is the fastest that fits on its target.
         notes: what the estimate leaves out.
+        op_table: the file with the table of its operations (op_table.COLUMNS), if one was asked for.
     """
 
     slice: str
@@ -100,6 +104,7 @@ class Prediction:
     reason: str | None = None
     best: bool = False
     notes: list[str] = field(default_factory=list)
+    op_table: str | None = None
 
 
 def predict_training(
@@ -108,6 +113,7 @@ def predict_training(
     changes: Sequence[str],
     folder: Path | None,
     announce: Announce = lambda name, mesh: None,
+    op_table: OpTable | None = None,
 ) -> Prediction:
     """Compile the training step of a config for a target.
 
@@ -115,9 +121,11 @@ def predict_training(
         changes: the --set arguments that make up `config`, to be reported.
         folder: where compiled programs are kept.
         announce: is called if the target can hold the mesh.
+        op_table: the file for the table of the program's operations; None: it is not written.
 
     Raises:
         UserError: the compiler for the target is not installed.
+        OSError: the table cannot be written.
     """
     accumulation = config.optimizer.gradient_accumulation_steps
     try:
@@ -132,7 +140,7 @@ def predict_training(
     parts = {} if compiled.refused else training_parts(program, accumulation, batch, compiled.peak_bytes or 0)
     tokens = accumulation * batch * config.seq
     return _prediction(
-        _Case(config, target, list(changes), "train", shape, batch, accumulation),
+        _Case(config, target, list(changes), "train", shape, batch, accumulation, op_table),
         compiled,
         parts,
         tokens,
@@ -184,13 +192,17 @@ def predict_serving(
     folder: Path | None,
     slots: int,
     announce: Announce = lambda name, mesh: None,
+    op_table: OpTable | None = None,
 ) -> Iterator[Prediction]:
     """Compile the prefill of the longest chunk of a prompt, and the decoding of a token in each of `slots` sequences.
 
     device_serve.py runs both programs, for the whole context of the model.
 
+    Args:
+        folder, announce, op_table: as in `predict_training`.
+
     Raises:
-        UserError: as `predict_training`.
+        UserError, OSError: as `predict_training`.
     """
     try:
         shape = _shape(config, target)
@@ -207,7 +219,7 @@ def predict_serving(
         rest = {"activations": max((compiled.peak_bytes or 0) - sum(known.values()), 0)}
         # a third of training's: the forward pass
         flops = program.tokens * flops_per_token(placement.model.decoder, program.attended) / 3
-        case = _Case(config, target, list(changes), program.name, shape, program.rows, 1)
+        case = _Case(config, target, list(changes), program.name, shape, program.rows, 1, op_table)
         yield _prediction(case, compiled, known | rest, program.tokens, flops)
 
 
@@ -229,6 +241,7 @@ class _Case:
     shape: MeshShape
     batch: int
     accumulation: int
+    op_table: OpTable | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -267,6 +280,9 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     groups = case.config.mesh.stages(case.shape) if case.program == "train" else 1
     loops = {LAYER_LOOP: case.config.model.decoder().loop_trips(groups), **serving.LOOPS}
     estimate = Timeline(compiled.hlo, accelerator, loops, case.target.slices).estimate()
+    table = None if case.op_table is None else case.op_table(case.program)
+    if table is not None:
+        write_op_table(table, compiled.hlo, accelerator, loops, case.target.slices)
     notes = [f"loop counted once: {name}" for name in estimate.unknown_loops]
     if case.target.slices > 1 and not accelerator.dcn_gb_s:
         notes.append(f"without the time of the network between slices: its rate on {accelerator.name} is not known")
@@ -280,6 +296,7 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
         parts={str(part): spent for part, spent in estimate.parts.items()},
         reason=None if fits else _too_large(peak_gib, accelerator.usable_gib),
         notes=notes,
+        op_table=None if table is None else str(table),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, get_args
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.estimate.collectives import collective_seconds, device_group, slice_seconds
 from mesh_transformer.estimate.hlo import Crossing, Instruction, Module
+from mesh_transformer.estimate.kernels import OTHER_SHARE, SHARES, is_kernel, kernel_flops
 
 Part = Literal["products", "attention", "element-wise", "head", "optimizer", "collectives", "waiting"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -31,10 +32,6 @@ _FREE = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "replica-id",
     "opt-barrier", "iota", "add-dependency", "domain", "copy-done", "slice-done", "async-done",
 }  # fmt: skip
-# The share of the peak that a Pallas kernel of attention is assumed to reach: the compiler has no estimate of it.
-_KERNEL_SHARE = {"v4": 0.55, "v5e": 0.55, "v5p": 0.5, "v6e": 0.35, "v7x": 0.35}
-# Products of queries and keys, or of their size, that a kernel of attention computes, by a word in its name.
-_KERNEL_PRODUCTS = {"dkv": 5, "dq": 3, "fwd": 2}
 # The shares of the peak and of the memory's rate that large operations reach where the compiler has no estimates.
 _PRODUCT_SHARE, _MEMORY_SHARE = 0.75, 0.85
 
@@ -111,6 +108,10 @@ class Timeline:
         played = self._play(self.module.entry, ())
         spent = {name: Spent(self._parts[name], played.counts[name], seconds) for name, seconds in played.spent.items()}
         return Estimate(played.seconds, spent, tuple(self._unknown))
+
+    def flops(self, one: Instruction) -> int:
+        """Operations of the matrix products in an instruction, also of a kernel: 2 for each pair of elements."""
+        return self.module.flops(one) or kernel_flops(self.module, one)
 
     def _play(self, computation: str, loops: tuple[str, ...]) -> _Played:
         played = _Played()
@@ -200,25 +201,14 @@ class Timeline:
         """Seconds of an instruction that runs alone."""
         if one.cycles is not None and self.accelerator.is_tpu:
             return one.cycles / (1e9 * self.accelerator.clock_ghz)
-        if one.opcode == "custom-call" and "tpu_custom_call" in one.rest:
-            return self._kernel_seconds(one)
-        if one.opcode == "custom-call" and self.accelerator.is_tpu:
+        if one.opcode == "custom-call" and self.accelerator.is_tpu and not is_kernel(one):
             return 0.0
         moved = self.module.moved_bytes(one) / (1e9 * self.accelerator.memory_gb_s)
+        product = self.flops(one) / (1e12 * self.accelerator.peak_tflops)
         if self.accelerator.is_tpu:
-            return moved
-        product = self.module.flops(one) / (1e12 * self.accelerator.peak_tflops)
+            share = SHARES.get(self.accelerator.name, OTHER_SHARE)
+            return max(moved, product / share) if is_kernel(one) else moved
         return max(moved / _MEMORY_SHARE, product / _PRODUCT_SHARE)
-
-    def _kernel_seconds(self, one: Instruction) -> float:
-        """Of a kernel of causal attention: half of the pairs of queries and keys, and half a block at the diagonal."""
-        heads = max((array.shape for array in one.arrays if len(array.shape) >= 3), key=lambda s: s[-2], default=None)
-        if heads is None:
-            return 0.0
-        size, seq, block = max(array.size for array in one.arrays), heads[-2], 512
-        products = next((n for word, n in _KERNEL_PRODUCTS.items() if word in one.rest), 2)
-        flops = products * size * seq * (1 + block / seq)
-        return flops / (_KERNEL_SHARE.get(self.accelerator.name, 0.5) * 1e12 * self.accelerator.peak_tflops)
 
     def _part(self, one: Instruction, loops: tuple[str, ...]) -> Part:
         name = "/".join((*loops, one.op_name))
@@ -229,7 +219,7 @@ class Timeline:
         pieces = name.split("/")
         if "attention" in pieces and not {"q", "k", "v", "o"} & set(pieces):
             return "attention"
-        return "products" if self.module.flops(one) else "element-wise"
+        return "products" if self.flops(one) else "element-wise"
 
 
 class _Links:

@@ -11,7 +11,13 @@ from mesh_transformer import logs
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.estimate.prediction import Prediction, estimate_training, predict_serving, predict_training
+from mesh_transformer.estimate.prediction import (
+    OpTable,
+    Prediction,
+    estimate_training,
+    predict_serving,
+    predict_training,
+)
 from mesh_transformer.estimate.programs import default_folder
 from mesh_transformer.estimate.search import remedies, search
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
@@ -43,6 +49,8 @@ class PreflightOptions:
     price: float | None
     json: bool
     plot: str
+    # a folder for the table of each program's operations; None: none
+    op_table: str | None
 
 
 def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -> int:
@@ -63,7 +71,13 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     if any(map(_by_formula, targets)):
         if options.serve:
             raise UserError(f"--serve compiles the server's programs, which needs libtpu: {INSTALL_LIBTPU}")
+        if options.op_table is not None:
+            raise UserError(
+                f"--op-table lists the operations of compiled programs, which needs libtpu: {INSTALL_LIBTPU}"
+            )
         log.warning("%s", report.ONLY_FORMULA)
+    if options.op_table is not None:
+        _make_folder(options.op_table)
     plan = [(target, _cases(config, target, options)) for target in targets]
     total = sum(len(cases) for _, cases in plan) * (2 if options.serve else 1)
     costs = report.Costs(options.steps or config.optimizer.total_steps, options.price)
@@ -111,6 +125,14 @@ def _check(options: PreflightOptions) -> None:
         raise UserError(f"--plot {options.plot}: the folder does not exist")
 
 
+def _make_folder(folder: str) -> None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--op-table {folder}: {reason}; give a folder that exists or can be made") from error
+
+
 def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Case]:
     """The given config, or with --search the fastest by the closed form; if none fits, the configs that need the least
     memory."""
@@ -136,13 +158,20 @@ def _predictions(
     def announce(program: str, mesh: MeshShape) -> None:
         progress.begin(f"{target.name} {program} on {report.mesh_text(mesh)}")
 
-    for config, changes in cases:
+    for number, (config, changes) in enumerate(cases, 1):
+        table = _op_table(target, number, options)
         if _by_formula(target):
             yield estimate_training(config, target, changes)
         elif options.serve:
-            yield from predict_serving(config, target, changes, folder, options.slots, announce)
+            yield from predict_serving(config, target, changes, folder, options.slots, announce, table)
         else:
-            yield predict_training(config, target, changes, folder, announce)
+            yield predict_training(config, target, changes, folder, announce, table)
+
+
+def _op_table(target: Target, number: int, options: PreflightOptions) -> OpTable | None:
+    """The files of the tables of one case of a target."""
+    folder = options.op_table
+    return None if folder is None else lambda program: Path(folder, f"{target.name}-{program}-{number}.tsv")
 
 
 def _by_formula(target: Target) -> bool:

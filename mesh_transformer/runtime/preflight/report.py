@@ -94,6 +94,8 @@ def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target]
             out(f"{row.slice} {row.program}, predicted {seconds.name}: {_parts(row.parts, seconds, 3)}\n")
         if row.best and row.set:
             out(f"{row.slice}, to use it: {' '.join(f'--set {argument}' for argument in row.set)}\n")
+        if row.op_table:
+            out(f"{row.slice} {row.program}, operations: {row.op_table}\n")
         for note in row.notes:
             out(f"{row.slice} {row.program}, {mesh_text(row.mesh)}: {note}\n")
     formula = [row.estimate == FORMULA for rows in found for row in rows]

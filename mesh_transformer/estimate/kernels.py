@@ -1,0 +1,84 @@
+"""The operations of Pallas kernels, which libtpu does not count: read from the kernel's name and its arrays.
+
+A kernel that says its operations itself is believed, such as the grouped products of megablox. JAX's splash attention
+does not say them. It computes the blocks of its mask that have a key to see.
+"""
+
+import re
+from typing import NamedTuple
+
+from mesh_transformer.estimate.hlo import Array, Instruction, Module
+
+SHARES = {"v4": 0.55, "v5e": 0.55, "v5p": 0.5, "v6e": 0.35, "v7x": 0.35}
+"""The share of the peak that a Pallas kernel is assumed to reach, by generation; of others OTHER_SHARE."""
+OTHER_SHARE = 0.5
+_DECLARED = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")
+# the blocks that are computed, of all blocks: a scope around a kernel whose arrays do not tell it
+_SEEN = re.compile(r"\bmask_(\d+)_of_(\d+)\b")
+
+
+class _Products(NamedTuple):
+    """Products of the size of the logits that one kernel computes."""
+
+    # as wide as a head of queries, and as a head of values
+    queries: int
+    values: int
+
+
+# Dao 2023, arXiv:2307.08691, section 2.3: logits, gradients of the softmax's weights, and of q, k, v
+_PRODUCTS = {"fwd": _Products(1, 1), "dq": _Products(2, 1), "dkv": _Products(2, 2)}
+# the backward pass in one kernel computes the gradient of q too
+_FUSED = _Products(3, 2)
+
+
+def kernel_flops(module: Module, one: Instruction) -> int:
+    """Operations of a kernel on one device in one run: 2 for each pair of elements. 0: it is not a kernel, or an
+    unknown one."""
+    if not is_kernel(one):
+        return 0
+    if declared := _DECLARED.search(one.rest):
+        return int(declared[1])
+    splash = _SPLASH.search(f"{one.name} {one.op_name}")
+    return _splash_flops(module, one, splash[1]) if splash else 0
+
+
+def is_kernel(one: Instruction) -> bool:
+    """Whether an instruction is a Pallas kernel for a TPU."""
+    return one.opcode == "custom-call" and '"tpu_custom_call"' in one.rest
+
+
+def _splash_flops(module: Module, one: Instruction, phase: str) -> int:
+    arrays = [array for operand in module.operands(one) for array in operand.arrays[:1]]
+    first = next(place for place, array in enumerate(arrays) if array.dtype.startswith(("bf", "f")))
+    q, k, v = arrays[first : first + 3]
+    queries, width = q.shape[-2:]
+    gradients = [array for array in one.arrays if len(array.shape) >= len(q.shape)]
+    products = _FUSED if phase == "dkv" and len(gradients) == len(("dq", "dk", "dv")) else _PRODUCTS[phase]
+    # without these the mask has no empty block
+    grid = next((array for array in arrays[:first] if array.shape), None)
+    pairs = queries * k.shape[-2]
+    if seen := _SEEN.search(one.op_name):
+        pairs = pairs * int(seen[1]) // int(seen[2])
+    elif grid is not None:
+        pairs = _seen_pairs(one, phase, grid, queries, k.shape[-2])
+    return 2 * q.size // width * pairs // queries * (products.queries * width + products.values * v.shape[-1])
+
+
+def _seen_pairs(one: Instruction, phase: str, grid: Array, queries: int, keys: int) -> int:
+    """Pairs of a query and a key in the blocks of a causal mask, with or without a window: a window makes the grid
+    narrower than all blocks.
+
+    Args:
+        grid: (1 or heads, blocks of queries, blocks of keys), the mask that the kernel reads.
+    """
+    rows, columns = grid.shape[-2:]
+    suffix = "" if phase == "fwd" else f"_{phase}"
+    sizes = dict(re.findall(rf"block_(q|kv){suffix}\W+(\d+)", one.rest))
+    size_q, size_k = int(sizes.get("q", queries // rows)), int(sizes.get("kv", keys // columns))
+    if phase == "dkv":
+        # a block of keys is seen by the queries from its own positions on
+        blocks = sum(min(queries // size_q - key * size_k // size_q, rows) for key in range(keys // size_k))
+    else:
+        blocks = sum(min(-(-(query + 1) * size_q // size_k), columns) for query in range(queries // size_q))
+    return blocks * size_q * size_k

@@ -1,0 +1,76 @@
+"""The operations of Pallas kernels in programs that libtpu compiled (scripts/tpu_programs.py), against the arithmetic.
+
+The blocks of a mask are counted here from the mask itself.
+"""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.estimate.timeline import Spent, Timeline
+
+# a device of scripts/tpu_programs.py: sequences, heads, positions, dims of a head, positions of a block
+SEQUENCES, HEADS, LENGTH, WIDTH, BLOCK, WINDOW = 2, 8, 2048, 128, 512, 600
+ROWS, INPUT, OUTPUT = 16384, 1024, 512
+
+
+def timeline(name: str) -> Timeline:
+    text = gzip.decompress(Path(__file__).with_name("programs").joinpath(f"{name}.hlo.gz").read_bytes()).decode()
+    return Timeline(text, ACCELERATORS[name.split("-")[0]], {"blocks": 1})
+
+
+def pairs(window: int | None) -> int:
+    """Pairs of a query and a key in the blocks that have a pair to compute."""
+    seen = np.tril(np.ones((LENGTH, LENGTH), bool))
+    if window:
+        seen &= ~np.tri(LENGTH, k=-window, dtype=bool)
+    n = LENGTH // BLOCK
+    return int(seen.reshape(n, BLOCK, n, BLOCK).any(axis=(1, 3)).sum()) * BLOCK**2
+
+
+def kernels(played: Timeline) -> dict[str, tuple[int, Spent]]:
+    """Operations and time of each kernel by its name and its place in the function."""
+    spent = played.estimate().spent
+    found = {}
+    for name, one in played.module.instructions.items():
+        if "tpu_custom_call" in one.rest:
+            place = "window" if "window" in one.op_name else "scope" if "mask_" in one.op_name else "causal"
+            found[f"{name.partition('.')[0]} {place}"] = played.flops(one), spent[name]
+    return found
+
+
+def test_splash_attention_computes_the_blocks_of_its_mask():
+    """Forward: two products of the size of the logits. Backward: five in one kernel; three and four in two."""
+    found = kernels(timeline("v5e-8-kernels"))
+    product = 2 * SEQUENCES * HEADS * WIDTH
+    causal, local = product * pairs(None), product * pairs(WINDOW)
+    assert {name: flops for name, (flops, _) in found.items() if "splash" in name} == {
+        "splash_mha_fwd_residuals causal": 2 * causal,
+        "splash_mha_dkv_no_residuals causal": 5 * causal,
+        "splash_mha_fwd_residuals window": 2 * local,
+        "splash_mha_dq_no_residuals window": 3 * local,
+        "splash_mha_dkv_no_residuals window": 4 * local,
+        # XLA computes the forward pass of both windows once
+        "splash_mha_dkv_no_residuals scope": 5 * local,
+    }
+
+
+def test_grouped_products_multiply_all_rows():
+    """The gradients of the rows and of the matrices: both kernels are forward or backward products of all rows."""
+    found = kernels(timeline("v5e-8-kernels"))
+    product = 2 * ROWS * INPUT * OUTPUT
+    assert {name: flops for name, (flops, _) in found.items() if "gmm" in name} == {
+        "gmm causal": product,
+        "tgmm causal": product,
+    }
+
+
+def test_a_kernel_reaches_a_share_of_the_peak():
+    played = timeline("v5e-8-kernels")
+    for flops, spent in kernels(played).values():
+        assert spent.runs == 1
+        assert spent.seconds == pytest.approx(flops / (0.55 * 1e12 * played.accelerator.peak_tflops))
+        assert spent.part in ("attention", "products")
