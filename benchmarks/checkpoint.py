@@ -37,6 +37,20 @@ def load_torch(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(f"{folder}/hf", dtype=dtype).to(device).eval()
 
 
+def random_torch(config: Any, dtype: Any, **options: Any) -> Any:
+    """The model of a config in transformers with random weights of a torch dtype, on the GPU if there is one. `options`
+    go into its config.json."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mesh_transformer.checkpoint.hf.writer import config_json
+
+    torch.manual_seed(0)
+    keys = config_json(config.model, np.dtype(np.float32)) | options
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=dtype)
+
+
 def convert_to_ctranslate2(folder: Path) -> None:
     """Convert the Hugging Face folder to CTranslate2's format, with a vocabulary of words, which CTranslate2 needs."""
     from ctranslate2.converters import TransformersConverter

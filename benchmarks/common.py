@@ -9,7 +9,8 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 # benchmarks use helpers of the tests
 sys.path += [str(REPO / "tests"), str(REPO)]
+PACKAGES = (
+    *("jax", "jaxlib", "torch", "transformers"),
+    *(name for cuda in (12, 13) for name in (f"jax-cuda{cuda}-plugin", f"nvidia-cudnn-cu{cuda}")),
+)
+"""The packages whose versions are reported."""
 
 
 def parser(description: str | None, *, config: str | None = "70M", rounds: int | None = 5) -> argparse.ArgumentParser:
@@ -113,6 +119,11 @@ class OwnStep:
         jax.block_until_ready(metrics)
 
 
+def median_seconds(step: Callable[[], object], count: int, warm_up: int = 2) -> float:
+    """Seconds of one step: the median of `count` steps after `warm_up` steps."""
+    return statistics.median(timeit.repeat(step, number=1, repeat=warm_up + count)[warm_up:])
+
+
 def medians(records: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, float]:
     """The medians over all rounds of the figures `keys`, or of all figures."""
     return {key: median([record[key] for record in records]) for key in keys or records[0]}
@@ -140,12 +151,11 @@ def own_peak_memory_mib() -> float:
 def machine() -> dict[str, Any]:
     """A description of this machine."""
     there = {package.name: package.version for package in metadata.distributions()}
-    packages = ("jax", "jaxlib", "torch", "transformers")
     return {
         "cores": os.cpu_count(),
         "processor": _processor(),
         "python": platform.python_version(),
-        "versions": {name: there[name] for name in packages if name in there},
+        "versions": {name: there[name] for name in PACKAGES if name in there},
         "load_at_end": round(os.getloadavg()[0], 2),
     }
 

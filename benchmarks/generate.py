@@ -28,7 +28,7 @@ from typing import Any
 
 import common
 import numpy as np
-from checkpoint import load_torch, make_checkpoint
+from checkpoint import load_torch, make_checkpoint, random_torch
 
 PROMPT, NEW, REPEATS = 128, 64, 5
 TRANSFORMERS = ["transformers", "transformers_static", "transformers_compiled"]
@@ -119,13 +119,19 @@ def plot(result: dict[str, Any], path: str) -> None:
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Our engine, as device_serve.py and device_sample.py use it."""
     from mesh_transformer import platforms
-    from mesh_transformer.infer.programs import MAX_STEPS
-    from mesh_transformer.infer.requests import PromptChunk, SamplingParams
     from mesh_transformer.runtime.session.engine import open_engine
 
     platforms.CompileCache()
-    batch, config = arguments.batch, common.config_of(arguments)
-    engine = open_engine(config, arguments.ckpt, slots=batch)
+    config = common.config_of(arguments)
+    engine = open_engine(config, arguments.ckpt, slots=arguments.batch)
+    return {**decoded(engine, arguments.batch), "weight_bytes": weight_bytes(config)}
+
+
+def decoded(engine: Any, batch: int) -> dict[str, Any]:
+    """The rates of one of our engines with `batch` slots, as `timed` has them, and the peak memory of the device."""
+    from mesh_transformer.infer.programs import MAX_STEPS
+    from mesh_transformer.infer.requests import PromptChunk, SamplingParams
+
     params = SamplingParams(max_tokens=NEW, temperature=0)
 
     def run() -> tuple[float, float, list[list[int]]]:
@@ -146,15 +152,18 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.release(slot)
         return middle - began, seconds, tokens
 
-    result = {**timed(run, batch), "peak_memory_mib": common.own_peak_memory_mib()}
-    return {**result, "weight_bytes": weight_bytes(config)}
+    return {**timed(run, batch), "peak_memory_mib": common.own_peak_memory_mib()}
 
 
 def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
-    """`generate` of transformers in torch, greedy. `how` holds further options of `generate`."""
+    """`generate` of transformers in torch, greedy. `how` holds further options of `generate`. Without a folder: with
+    random weights in bfloat16."""
     import torch
 
-    model = load_torch(arguments.folder)
+    if arguments.folder:
+        model = load_torch(arguments.folder)
+    else:
+        model = random_torch(common.config_of(arguments), torch.bfloat16).eval()
     ids = torch.tensor(prompts(arguments.batch), device=model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **how}
 
@@ -170,10 +179,11 @@ transformers_static = partial(transformers, cache_implementation="static", disab
 
 
 def transformers_compiled(arguments: argparse.Namespace) -> dict[str, Any]:
-    """With a static cache and a compiled decode step, on CPU too."""
+    """With a static cache and a compiled decode step, on CPU too. On a GPU the step is a CUDA graph."""
+    import torch
     from transformers import CompileConfig
 
-    config = CompileConfig(mode="default")
+    config = CompileConfig(mode="reduce-overhead" if torch.cuda.is_available() else "default")
     # by default transformers compiles only for accelerators
     config._compile_all_devices = True
     return transformers(arguments, cache_implementation="static", compile_config=config)

@@ -12,16 +12,13 @@ products.
 """
 
 import argparse
+import contextlib
 import functools
-import statistics
-import timeit
-from collections.abc import Callable
 from typing import Any
 
 import common
 import numpy as np
-
-WARM_UP = 2
+from checkpoint import random_torch
 
 
 def main() -> None:
@@ -71,7 +68,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     config = common.config_of(arguments)
     platforms.CompileCache()
     step = common.OwnStep(config)
-    seconds = _time(step, arguments.steps)
+    seconds = common.median_seconds(step, arguments.steps)
     accelerator = accelerators.of_device(jax.devices()[0].device_kind)
     return {
         "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
@@ -84,28 +81,37 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float]:
-    """The same model and batch in transformers, with the loss of transformers."""
+    """The same model and batch in transformers, with the loss of transformers. On a GPU: products in bfloat16 of
+    parameters in float32, as ours, and the flash kernel of torch. `arguments.recompute`: gradient checkpointing."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from mesh_transformer.checkpoint.hf.writer import config_json
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     config = common.config_of(arguments)
-    torch.manual_seed(0)
-    keys = config_json(config.model, np.dtype(np.float32)) | {"use_cache": False}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).train()
+    on_gpu = torch.cuda.is_available()
+    model = random_torch(config, torch.float32, use_cache=False).train()
+    if getattr(arguments, "recompute", False):
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
     batch = config.microbatch(config.mesh.shape(1))
     tokens = torch.from_numpy(common.random_tokens(config, 1, batch)[0, :, : config.seq].astype(np.int64))
+    tokens = tokens.to(model.device)
 
     def step() -> None:
-        run(input_ids=tokens, labels=tokens).loss.backward()
+        with contextlib.ExitStack() as stack:
+            if on_gpu:
+                stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+                stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+            loss = run(input_ids=tokens, labels=tokens).loss
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
 
-    seconds = _time(step, arguments.steps)
-    return {"tokens_per_s": tokens.numel() / seconds, "peak_memory_mib": common.peak_memory_mib()}
+    seconds = common.median_seconds(step, arguments.steps)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else common.peak_memory_mib()
+    return {"tokens_per_s": tokens.numel() / seconds, "peak_memory_mib": peak}
 
 
 torch_eager = functools.partial(torch_step, compiled=False)
@@ -123,14 +129,9 @@ def matmul(arguments: argparse.Namespace) -> dict[str, float]:
         for shape, spec in [((inner, columns), "mk,kn->mn"), ((columns, inner), "mk,nk->mn")]:
             right = jnp.ones(shape)
             product = jax.jit(lambda a, b, spec=spec: jnp.einsum(spec, a, b))
-            seconds = _time(lambda p=product, a=left, b=right: jax.block_until_ready(p(a, b)), 9)
+            seconds = common.median_seconds(lambda p=product, a=left, b=right: jax.block_until_ready(p(a, b)), 9)
             rates.append(2 * rows * inner * columns / seconds / 1e9)
     return {"gflops": max(rates)}
-
-
-def _time(step: Callable[[], object], count: int) -> float:
-    """Seconds of one step: the median of `count` steps after WARM_UP steps."""
-    return statistics.median(timeit.repeat(step, number=1, repeat=WARM_UP + count)[WARM_UP:])
 
 
 if __name__ == "__main__":
