@@ -30,6 +30,8 @@ GRAPHS = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION "
     "--xla_gpu_graph_min_graph_size=1"
 )
+# a process whose GPU is torch's, or that compiles for a GPU that is not attached
+JAX_ON_CPU = {"JAX_PLATFORMS": "cpu"}
 TOY = ("layers=1", "d_model=32", "n_heads=2", "n_vocab=256", "pe_rotary_dims=8")
 Row = Mapping[str, Any]
 
@@ -124,7 +126,8 @@ def _train_peers(sizes: Sequence[str], rows: Sequence[Row], tiny: bool) -> Itera
         ours = _step(size, *_fastest(size, rows), 1, tiny)
         theirs = {**_step(size, None, "full", 1, tiny), "compiled": not tiny, "recompute": size != SMALL}
         yield Case(f"peers train {size} {number} ours", "train", ours, _train_limit(size), lacks)
-        yield Case(f"peers train {size} {number} torch", "torch_train", theirs, _train_limit(size), lacks)
+        name = f"peers train {size} {number} torch"
+        yield Case(name, "torch_train", theirs, _train_limit(size), lacks, JAX_ON_CPU)
 
 
 def _decode_peers(device: Device, tiny: bool) -> Iterator[Case]:
@@ -133,6 +136,7 @@ def _decode_peers(device: Device, tiny: bool) -> Iterator[Case]:
         for worker, who in (("decode", "ours"), ("torch_decode", "transformers")):
             case = _decode_case(f"peers decode {size} {batch} {number} {who}", size, batch, tiny, worker, lacks)
             case.arguments.update(compiled=not tiny, folder=None)
+            case.environment.update(JAX_ON_CPU if worker == "torch_decode" else {})
             yield case
 
 
@@ -143,7 +147,7 @@ def _preflight(size: str, device: Device, tiny: bool) -> Iterator[Case]:
     for case in _train(size, device, tiny):
         arguments = {**case.arguments, "gpu": name}
         # a step that does not fit here by the formula may still be compiled, but tells nothing more
-        yield Case(f"preflight {case.name}", "preflight", arguments, 240.0, case.instead or lacks)
+        yield Case(f"preflight {case.name}", "preflight", arguments, 240.0, case.instead or lacks, JAX_ON_CPU)
 
 
 def _decode_case(

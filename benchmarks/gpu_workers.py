@@ -155,13 +155,10 @@ def torch_decode(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def preflight(arguments: argparse.Namespace) -> dict[str, Any]:
     """What preflight.py --gpu says of the training step. It compiles on the CPU."""
-    import jax
-
     from mesh_transformer.estimate.prediction import predict_training
     from mesh_transformer.estimate.programs import default_folder
     from mesh_transformer.estimate.target import gpu_target
 
-    jax.config.update("jax_platforms", "cpu")
     found = predict_training(common.config_of(arguments), gpu_target(arguments.gpu), (), default_folder())
     figures = {"peak_gib": found.peak_gib, "step_s": found.step_s, "mfu": found.mfu}
     return {"fits": found.fits, **_rounded({name: value for name, value in figures.items() if value is not None})}
