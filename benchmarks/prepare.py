@@ -1,7 +1,7 @@
 """prepare_dataset.py against its encoder alone and against `datasets.map`, on the same text, in child processes that
 run in turn.
 
-python benchmarks/prepare.py [--tokenizer FOLDER] [--megabytes 40] [--rounds 3]
+python benchmarks/prepare.py [--tokenizer FOLDER] [--megabytes 150] [--rounds 3]
 
 The text is the Python files of this environment, as one .jsonl file. Each row has the tokens a second of the clock and
 the million tokens a CPU second of the process and of all processes that it started, Ray's too. The start of Python and
@@ -33,7 +33,7 @@ _PART_MB = 2.0
 def main() -> None:
     made = parser(__doc__, config=None, rounds=3)
     made.add_argument("--tokenizer", default="gpt2", help="a folder, or a name on the Hugging Face hub")
-    made.add_argument("--megabytes", type=float, default=40.0, help="size of the text")
+    made.add_argument("--megabytes", type=float, default=150.0, help="size of the text")
     arguments = parse(made)
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     with tempfile.TemporaryDirectory() as folder:
@@ -109,12 +109,15 @@ def prepared(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def mapped(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`datasets.map` with the tokenizer of transformers, in a child process."""
+    """`datasets.map` with the same tokenizer in transformers' class, in a child process."""
     import datasets
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from mesh_transformer.data.tokenizer import load_tokenizer
 
     datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    backend = getattr(load_tokenizer(arguments.tokenizer), "_backend")  # noqa: B009
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
 
     def encode(rows: dict[str, list[str]]) -> dict[str, Any]:
         return {"ids": tokenizer(rows["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]}
