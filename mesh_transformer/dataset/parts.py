@@ -27,6 +27,7 @@ class Part:
         format: key of FORMATS.
         first: where the range begins: a byte of lines, a row group of Parquet, 0 of a file that is one part.
         stop: its end, exclusive, in the same unit; of a file that is one part, its size in bytes.
+        size: of the file, bytes.
     """
 
     input: int
@@ -34,6 +35,15 @@ class Part:
     format: str
     first: int
     stop: int
+    size: int
+
+    @property
+    def place(self) -> str:
+        """The file and the range, for messages."""
+        format = FORMATS[self.format]
+        if format.cut is None or without_suffix(self.file)[1] is not None:
+            return self.file
+        return f"{self.file}, {format.cut.unit} {self.first:,} to {self.stop - 1:,}"
 
 
 def plan(inputs: Sequence[Input], part_bytes: int, column: str = "text") -> list[Part]:
@@ -52,7 +62,7 @@ def plan(inputs: Sequence[Input], part_bytes: int, column: str = "text") -> list
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         ranges = pool.map(lambda one: _ranges(one[1], part_bytes, column), numbered)
         parts = [
-            Part(number, file.path, file.format, first, stop)
+            Part(number, file.path, file.format, first, stop, file.size)
             for (number, file), found in zip(numbered, ranges, strict=True)
             for first, stop in found
         ]
@@ -86,12 +96,12 @@ def pieces(part: Part, column: str) -> Iterator[Item]:
     format = FORMATS[part.format]
     compression = without_suffix(part.file)[1]
     if format.cut is not None and compression is None:
-        yield from format.cut.pieces(part.file, part.first, part.stop, column)
+        yield from format.cut.pieces(part.file, part.size, (part.first, part.stop), column)
         return
     if format.stream is None:
         raise UserError(f"{part.file}: the format {part.format} is not read compressed: decompress the file")
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open_range(part.file))
+        file = stack.enter_context(open_range(part.file, part.size))
         if compression is not None:
             file = stack.enter_context(inflated(file, compression, part.file))
         try:

@@ -29,10 +29,11 @@ def open_file(path: str, size: int) -> IO[bytes]:
     return _open_local(path)
 
 
-def open_range(path: str, start: int = 0, stop: int | None = None) -> IO[bytes]:
+def open_range(path: str, size: int, start: int = 0, stop: int | None = None) -> IO[bytes]:
     """A file for reading most of the bytes `start` to `stop`, at byte `start`. It can seek to any place.
 
     Args:
+        size: of the file, bytes. To ask a bucket for it would be one more request.
         stop: None: the end of the file.
 
     Raises:
@@ -42,8 +43,8 @@ def open_range(path: str, start: int = 0, stop: int | None = None) -> IO[bytes]:
         file = _open_local(hub.dataset_file(path) if hub.is_dataset(path) else path)
         file.seek(start)
         return file
-    remote = RangeFile(path, files.size(path))
-    remote.hold(start, remote.size if stop is None else min(stop, remote.size))
+    remote = RangeFile(path, size)
+    remote.hold(start, size if stop is None else min(stop, size))
     buffered = io.BufferedReader(remote, _BUFFER_BYTES)
     buffered.seek(start)
     return buffered

@@ -149,8 +149,8 @@ def peak():
 file, folder = sys.argv[1:]
 text = Text("bytes", "bytes")
 tokenizer_of(text)
-before = peak()
-found = write_fragment(f"{folder}/fragment", folder, Part(0, file, "text", 0, os.path.getsize(file)), 1.0, text)
+before, size = peak(), os.path.getsize(file)
+found = write_fragment(f"{folder}/fragment", folder, Part(0, file, "text", 0, size, size), 1.0, text)
 source = Source(f"{folder}/fragment", found.tokens_at[0], found.train.tokens)
 write_shard(f"{folder}/train", folder, f"{folder}/result", [Taken(source, 0, source.tokens // 4096 * 4096)], 4096, 2)
 print(found.train.tokens, peak() - before)

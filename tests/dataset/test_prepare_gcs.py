@@ -39,9 +39,24 @@ def test_the_same_bytes_with_four_reads_a_part_and_shard(gcs, corpus, local, tmp
     runner = Counting()
     content = made(corpus.folder, OUTPUT, runner, **OPTIONS)
     assert remote(gcs, tmp_path) == local
-    parts = sum(name.startswith("fragment") for name in runner.names)
     reads = [request for request in gcs.requests if request.startswith("GET")]
-    assert len(reads) <= 4 * (parts + len(content["shards"])), "\n".join(reads)
+    assert len(reads) <= 4 * (parts_of(runner) + len(content["shards"])), "\n".join(reads)
+
+
+def parts_of(runner):
+    return sum(name.startswith("fragment") for name in runner.names)
+
+
+def test_a_part_of_a_bucket_is_read_with_one_request(gcs, corpus, tmp_path):
+    """The footer of a Parquet file is read twice: when the parts are made, and by its part."""
+    for file in corpus.folder.iterdir():
+        gcs.put("bucket", f"in/{file.name}", file.read_bytes())
+    runner = Counting()
+    made("gs://bucket/in", tmp_path / "set", runner, **OPTIONS, part_mb=1.0)
+    reads = [request for request in gcs.requests if request.startswith("GET")]
+    assert parts_of(runner) == len(list(corpus.folder.iterdir())) == 5
+    # and one request lists the objects
+    assert len(reads) <= 1 + 5 + 3, "\n".join(reads)
 
 
 @pytest.mark.parametrize(("status", "methods"), [(503, ("GET", "POST", "PUT", "DELETE")), (HALF, ("GET",))])

@@ -37,13 +37,15 @@ class Cut:
     """How a file is read in ranges.
 
     Args:
+        unit: what the ends of a range count, in the plural.
         ranges: the ranges of a file, from its path, its size in bytes, the bytes of a part and the column. Raises
             UserError if the file has no such column.
-        pieces: the documents of a range, from the path, the ends of the range and the column.
+        pieces: the documents of a range, from the path, its size in bytes, the range and the column.
     """
 
+    unit: str
     ranges: Callable[[str, int, int, str], list[Range]]
-    pieces: Callable[[str, int, int, str], Iterator[Item]]
+    pieces: Callable[[str, int, Range, str], Iterator[Item]]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
     return [(first, min(first + part_bytes, size)) for first in range(0, size, part_bytes)]
 
 
-def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
-    """The documents of the lines that begin at the bytes `first` to `stop`."""
-    with open_range(path, max(0, first - 1), stop + _AFTER_BYTES) as file:
+def pieces(path: str, size: int, bounds: Range, column: str) -> Iterator[Item]:
+    """The documents of the lines that begin in a range of bytes."""
+    first, stop = bounds
+    with open_range(path, size, max(0, first - 1), stop + _AFTER_BYTES) as file:
         # a line begins at `first` if the byte before it ends a line
         begins = _after_line(file, first - 1, stop) if first else 0
         yield from _documents(file, path, column, begins, stop)
@@ -63,4 +64,4 @@ def _after_line(file: IO[bytes], at: int, stop: int | None) -> int:
     return at
 
 
-FORMAT = Format(".jsonl", stream, Cut(ranges, pieces))
+FORMAT = Format(".jsonl", stream, Cut("bytes", ranges, pieces))

@@ -72,10 +72,11 @@ def _together(counts: list[int], most: int) -> list[Range]:
     return found
 
 
-def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
-    """The documents of the row groups `first` to `stop`."""
+def pieces(path: str, size: int, bounds: Range, column: str) -> Iterator[Item]:
+    """The documents of a range of row groups."""
+    first, stop = bounds
     try:
-        with _source(path) as file, _opened(path, file) as parquet:
+        with _source(path, size) as file, _opened(path, file) as parquet:
             with _errors_explained(path):
                 _check_column(path, parquet, column)
                 sizes = _sizes(parquet)
@@ -94,9 +95,9 @@ def pieces(path: str, first: int, stop: int, column: str) -> Iterator[Item]:
 
 
 @contextmanager
-def _source(path: str) -> Iterator[IO[bytes] | RangeFile]:
+def _source(path: str, size: int) -> Iterator[IO[bytes] | RangeFile]:
     if files.is_remote(path):
-        with RangeFile(path, files.size(path)) as file:
+        with RangeFile(path, size) as file:
             yield file
     else:
         with open_file(hub.dataset_file(path) if hub.is_dataset(path) else path, 0) as local:
@@ -191,4 +192,4 @@ def _errors_explained(place: str) -> Iterator[None]:
         raise BadDataError(place, "damaged", reason) from error
 
 
-FORMAT = Format(".parquet", None, Cut(ranges, pieces))
+FORMAT = Format(".parquet", None, Cut("row groups", ranges, pieces))
