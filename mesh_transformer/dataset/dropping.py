@@ -48,21 +48,22 @@ class Duplicates:
         found = self._paths("bucket", buckets)
         rest = self._paths("kept", len(groups))
         tasks = [
-            Task(sort_group, (path, self._work, group, buckets)) for path, group in zip(in_order, groups, strict=True)
+            Task(sort_group, (path, self._work, group, buckets), path)
+            for path, group in zip(in_order, groups, strict=True)
         ]
         ordered = self._stages.run("sorting", _named(tasks), Sorted)
         firsts = [(group[0].fragment, group[0].first) for group in groups[1:]]
         tasks = []
         for number, path in enumerate(found):
             ranges = [one.bucket(at, number) for one, at in zip(ordered, in_order, strict=True)]
-            tasks.append(Task(find_duplicates, (path, self._work, ranges, firsts)))
+            tasks.append(Task(find_duplicates, (path, self._work, ranges, firsts), path))
         drops = self._stages.run("comparing", _named(tasks), Bucket)
         tasks = []
         for number, (path, group) in enumerate(zip(rest, groups, strict=True)):
             ranges = [ordered[number].dropped(in_order[number])]
             ranges += [one.group(at, number) for one, at in zip(drops, found, strict=True)]
             lengths = ordered[number].lengths(in_order[number])
-            tasks.append(Task(keep_rest, (path, self._work, group, lengths, ranges)))
+            tasks.append(Task(keep_rest, (path, self._work, group, lengths, ranges), path))
         kept = self._stages.run("dropping", _named(tasks), Kept)
         return _rest(fragments, groups, rest, kept)
 

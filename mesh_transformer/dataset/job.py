@@ -119,13 +119,13 @@ class _Job:
     def _fragments(self, stages: Stages, parts: Sequence[Part], paths: Sequence[str], text: Text) -> list[Fragment]:
         named = [
             Named(
-                Task(write_fragment, (path, self._work, part, self._inputs[part.input].share, text)),
+                Task(write_fragment, (path, self._work, part, self._inputs[part.input].share, text), part.place),
                 path,
                 path,
             )
             for part, path in zip(parts, paths, strict=True)
         ]
-        sizes = _sizes(parts, self._inputs)
+        sizes = _sizes(parts)
         return stages.run("tokenizing", named, Fragment, self._check, sizes, ShownFragments())
 
     def _check(self, fragment: Fragment) -> None:
@@ -153,7 +153,7 @@ class _Job:
             for number, places in enumerate(taken(mine, bounds)):
                 name = f"{side}-{number:05d}"
                 path, result = join(self._output, name), join(self._work, name)
-                task = Task(write_shard, (path, self._work, result, places, length, width))
+                task = Task(write_shard, (path, self._work, result, places, length, width), path)
                 named[name] = Named(task, path + RECORDS, result)
         return dict(zip(named, stages.run("writing", list(named.values()), Shard), strict=True))
 
@@ -182,16 +182,12 @@ class _Job:
             files.remove_tree(self._work)
 
 
-def _sizes(parts: Sequence[Part], inputs: Sequence[Input]) -> list[float]:
+def _sizes(parts: Sequence[Part]) -> list[float]:
     """Bytes of each part. The parts of a file share its size by their length, whatever its unit."""
-    size = {(number, file.path): file.size for number, one in enumerate(inputs) for file in one.files}
     units: Counter[tuple[int, str]] = Counter()
     for part in parts:
         units[part.input, part.file] += max(part.stop - part.first, 1)
-    keys = [(part.input, part.file) for part in parts]
-    return [
-        size.get(key, 0) * max(part.stop - part.first, 1) / units[key] for key, part in zip(keys, parts, strict=True)
-    ]
+    return [part.size * max(part.stop - part.first, 1) / units[part.input, part.file] for part in parts]
 
 
 def _json_of(path: str) -> dict[str, Any]:

@@ -3,21 +3,25 @@
 Of this package, only this module, cluster/backends/ray_cluster.py and ray_join.py import Ray.
 
 A task is a function of a module of this package, and its result is small. It writes objects that appear whole, and are
-equal whoever writes them. So a task may run twice at once: after the death of a worker or a node Ray starts it again,
-and a task on a worker that has stopped gets a duplicate.
+equal whoever writes them. So a task may run twice at once: it starts again after the death of its worker or node, and a
+task on a worker that has stopped gets a duplicate. A task that ends its worker each time ends the job.
 """
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import mesh_transformer
 from mesh_transformer import ray_join
+from mesh_transformer.environment import requirements
 from mesh_transformer.errors import RunError, UserError, is_disk_full, plural
 from mesh_transformer.logs import log
 from mesh_transformer.ray_join import first_line
@@ -30,13 +34,16 @@ _FIRST = 4.0
 # a task waits in Ray for each this many cores, so that a core never waits for the driver
 _WAITING = 2
 _OBJECT_STORE_BYTES = 100_000_000
+# of workers, after which a task ends the job. The death of a node does not count
+MOST_DEATHS = 5
 
 
 class Task(NamedTuple):
-    """A call of `function` with `arguments`."""
+    """A call of `function` with `arguments`. `about`: what it reads or writes, for messages."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    about: str
 
 
 class Runner(Protocol):
@@ -110,47 +117,20 @@ class OnRay:
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
         if not tasks:
             return
-        import ray
-
         self._join()
-        waiting = deque(range(len(tasks)))
-        # the calls of each open task, and the task of each call
-        calls: dict[int, list[Any]] = {}
-        numbers: dict[Any, int] = {}
+        waiting, calls = deque(range(len(tasks))), _Calls(tasks)
         longest = 0.0
-
-        def start(number: int, **options: Any) -> None:
-            reference = _remote().options(**options).remote(os.getcwd(), tasks[number])
-            calls.setdefault(number, []).append(reference)
-            numbers[reference] = number
-
         ended, limit = time.monotonic(), _FIRST * self._idle_s
-        while waiting or calls:
-            while waiting and len(calls) < self._most():
-                start(waiting.popleft())
-            ready, _ = ray.wait(list(numbers), timeout=1.0)
-            for reference in ready:
-                number = numbers.pop(reference, None)
-                # its duplicate was faster
-                if number is None:
-                    continue
-                seconds, result = _result(reference)
+        while waiting or calls.open:
+            while waiting and calls.open < self._most():
+                calls.start(waiting.popleft())
+            for number, seconds, result in calls.ended():
                 longest = max(longest, seconds)
                 limit = max(self._idle_s, _LONG * longest)
-                for other in calls.pop(number):
-                    if numbers.pop(other, None) is not None:
-                        ray.cancel(other, force=False)
                 ended = time.monotonic()
                 yield number, result
             if time.monotonic() - ended > limit:
-                alone = [number for number, started in calls.items() if len(started) == 1]
-                if not ray.cluster_resources().get("CPU"):
-                    log.warning("the Ray cluster has no CPU cores: the job waits until a node joins")
-                elif alone:
-                    many = plural(len(alone), "task is", "tasks are")
-                    log.info("nothing has ended for %.0f s: %s started a second time", limit, many)
-                    for number in alone:
-                        start(number, scheduling_strategy="SPREAD")
+                calls.repeat(limit)
                 ended = time.monotonic()
 
     def _join(self) -> None:
@@ -196,13 +176,135 @@ class OnRay:
         return _WAITING * cores
 
 
-def call_in(folder: str, task: Task) -> tuple[float, Any]:
-    """The seconds and the result of a task on a worker. Relative paths are relative to the driver's folder, if the node
-    has it."""
-    with contextlib.suppress(OSError):
-        os.chdir(folder)
-    began = time.monotonic()
-    result = call(task)
+class _Calls:
+    """The open tasks. A task has a second call if its first one seems to have stopped."""
+
+    def __init__(self, tasks: Sequence[Task]):
+        self._tasks = tasks
+        # the calls of each open task, and the task of each call
+        self._calls: dict[int, list[Any]] = {}
+        self._numbers: dict[Any, int] = {}
+        self._deaths: Counter[int] = Counter()
+        # tasks whose worker has taken too much memory
+        self._later: list[int] = []
+
+    @property
+    def open(self) -> int:
+        return len(self._calls) + len(self._later)
+
+    def start(self, number: int, **options: Any) -> None:
+        """Start a task, or a second call of it."""
+        import ray
+
+        task = ray.cloudpickle.dumps((os.getcwd(), self._tasks[number]))
+        reference = _remote().options(**options).remote(program_version(), task)
+        self._calls.setdefault(number, []).append(reference)
+        self._numbers[reference] = number
+
+    def ended(self) -> Iterator[tuple[int, float, Any]]:
+        """Number, seconds and result of each task that has ended within a second.
+
+        Raises:
+            UserError, RunError: as `Runner.run`.
+        """
+        import ray
+
+        if not self._calls:
+            self._start_later()
+        ready, _ = ray.wait(list(self._numbers), timeout=1.0)
+        for reference in ready:
+            number = self._numbers.pop(reference, None)
+            # its duplicate was faster
+            if number is None:
+                continue
+            found = _result(reference)
+            if isinstance(found, Exception):
+                self._lose(number, reference, found)
+                continue
+            for other in self._calls.pop(number):
+                if self._numbers.pop(other, None) is not None:
+                    ray.cancel(other, force=False)
+            self._start_later()
+            yield number, *found
+
+    def repeat(self, seconds: float) -> None:
+        """Start each task a second time: nothing has ended for `seconds`."""
+        import ray
+
+        alone = [number for number, started in self._calls.items() if len(started) == 1]
+        if not ray.cluster_resources().get("CPU"):
+            log.warning("the Ray cluster has no CPU cores: the job waits until a node joins")
+        elif alone:
+            many = plural(len(alone), "task is", "tasks are")
+            log.info("nothing has ended for %.0f s: %s started a second time", seconds, many)
+            for number in alone:
+                self.start(number, scheduling_strategy="SPREAD")
+
+    def _lose(self, number: int, reference: Any, error: Exception) -> None:
+        """A call has lost its worker or node. The task starts again if it has no other call.
+
+        Raises:
+            RunError: the task has lost MOST_DEATHS workers.
+        """
+        from ray.exceptions import OutOfMemoryError, WorkerCrashedError
+
+        about = self._tasks[number].about
+        if isinstance(error, (OutOfMemoryError, WorkerCrashedError)):
+            self._deaths[number] += 1
+            if self._deaths[number] >= MOST_DEATHS:
+                full = isinstance(error, OutOfMemoryError)
+                raise RunError(
+                    f"{about}: {MOST_DEATHS} workers have died of this task, the last one because "
+                    f"{'the memory of its node is full' if full else 'its process has crashed or was killed'}: give "
+                    f"the nodes more memory or fewer tasks at once, or leave the file out if it is damaged; {_AGAIN}"
+                )
+        log.debug("%s: the task starts again: %s", about, first_line(error))
+        self._calls[number].remove(reference)
+        if not self._calls[number]:
+            del self._calls[number]
+            if isinstance(error, OutOfMemoryError):
+                self._later.append(number)
+            else:
+                self.start(number)
+
+    def _start_later(self) -> None:
+        """Start the tasks that wait for the memory of other tasks."""
+        while self._later:
+            self.start(self._later.pop())
+
+
+@functools.cache
+def program_version() -> str:
+    """A hash of the modules that make data sets."""
+    root = Path(mesh_transformer.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in ("data", "dataset") for path in (root / folder).rglob("*.py")):
+        digest.update(b"%s %d\n" % (path.relative_to(root).as_posix().encode(), path.stat().st_size))
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def call_sent(version: str, content: bytes) -> tuple[float, Any] | str:
+    """The seconds and the result of a task on a worker, or why it cannot run here. Relative paths are relative to the
+    driver's folder, if the node has it.
+
+    Args:
+        version: of the driver's program.
+        content: the driver's folder and the task, as Ray's pickle.
+
+    Raises:
+        UserError, RunError: as the task, or a package is not installed on this node.
+    """
+    import ray
+
+    if program_version() != version:
+        return f"another version of this program ({os.path.dirname(mesh_transformer.__file__)})"
+    with requirements():
+        folder, task = ray.cloudpickle.loads(content)
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        began = time.monotonic()
+        result = call(task)
     return time.monotonic() - began, result
 
 
@@ -210,21 +312,46 @@ def call_in(folder: str, task: Task) -> tuple[float, Any]:
 def _remote() -> Any:
     import ray
 
-    return ray.remote(num_cpus=1, max_retries=-1)(call_in)
+    # Ray sends this function itself, not its name, because a node may not have this package
+    def call_in(version: str, content: bytes) -> Any:
+        import platform
+
+        try:
+            from mesh_transformer.dataset import tasks
+        except ImportError as error:
+            found: Any = f"not this program ({error})"
+        else:
+            found = tasks.call_sent(version, content)
+        return f"the Ray node {platform.node()} has {found}" if isinstance(found, str) else found
+
+    return ray.remote(num_cpus=1, max_retries=0)(call_in)
 
 
 def _result(reference: Any) -> Any:
+    """The seconds and the result of a call, or the error by which it was lost."""
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import (
+        NodeDiedError,
+        ObjectLostError,
+        OutOfMemoryError,
+        RayError,
+        RayTaskError,
+        WorkerCrashedError,
+    )
 
     try:
-        return ray.get(reference)
+        found = ray.get(reference)
+    except (NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError) as error:
+        return error
     except RayTaskError as error:
         if isinstance(error.cause, (UserError, RunError)):
             raise error.cause from None
         raise
     except RayError as error:
         raise RunError(f"the Ray cluster has failed: {first_line(error)}; {_AGAIN}") from error
+    if isinstance(found, str):
+        raise UserError(f"{found}: install the program of this node on all nodes, in the same version")
+    return found
 
 
 def _of_bucket(error: Exception) -> bool:

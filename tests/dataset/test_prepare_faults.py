@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,9 @@ import pytest
 from support.commands import finish, run, start
 from support.data_sets import hashes, write_corpus
 from support.ray_cluster import RayNodes, ray_cluster
+
+from mesh_transformer.dataset.tasks import OnRay, Task
+from mesh_transformer.errors import RunError, UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 # the machine of a test may have other work
@@ -117,3 +121,67 @@ def test_kills_and_stops_change_no_byte(nodes, command, alone, tmp_path):
     assert "started a second time" in said
     assert "are finished already" in said
     assert hashes(folder) == alone
+
+
+@pytest.fixture
+def cluster(nodes, monkeypatch):
+    """Runs tasks on the cluster from this process."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with OnRay(nodes.address) as cluster:
+        yield cluster
+
+
+def test_a_task_that_ends_its_worker_each_time_ends_the_job(cluster):
+    """As a file does that pyarrow cannot bear."""
+    with pytest.raises(RunError, match=r"^b.parquet, row groups 0 to 3: 5 workers have died of this task, .* crashed"):
+        list(cluster.run([Task(len, ("text",), "a.txt"), Task(os.abort, (), "b.parquet, row groups 0 to 3")]))
+
+
+def test_a_task_that_ends_four_workers_goes_on(cluster, tmp_path):
+    # Ray sends a function within a function itself
+    def task(number):
+        marks = tmp_path / str(number)
+        with marks.open("a") as file:
+            file.write("x")
+        if marks.stat().st_size < 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    found = list(cluster.run([Task(task, (number,), str(number)) for number in range(2)]))
+    assert sorted(found) == [(0, 0), (1, 1)]
+
+
+WITHOUT = """
+import importlib.machinery, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mesh_transformer":
+            found = importlib.machinery.PathFinder.find_spec(name, [{folder!r}])
+            if found is None:
+                raise ModuleNotFoundError("No module named 'mesh_transformer'", name=name)
+            return found
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("copied", "message"),
+    [
+        (False, r"^the Ray node .* has not this program \(No module named 'mesh_transformer'\): install"),
+        (True, r"^the Ray node .* has another version of this program \(.*/copy/mesh_transformer\): install"),
+    ],
+)
+def test_a_node_with_another_program(nodes, cluster, repo, tmp_path, copied, message):
+    """The tasks of the first nodes run, and the third node gets one because the others are busy."""
+    if copied:
+        shutil.copytree(repo / "mesh_transformer", tmp_path / "copy/mesh_transformer")
+        with (tmp_path / "copy/mesh_transformer/dataset/fragment.py").open("a") as file:
+            file.write("# changed\n")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(folder=str(tmp_path / "copy")))
+    nodes.ask(f"add 2 {tmp_path}")
+    try:
+        with pytest.raises(UserError, match=message):
+            list(cluster.run([Task(time.sleep, (2.0,), "")] * 20))
+    finally:
+        nodes.ask("kill 2")

@@ -5,8 +5,9 @@ Each node has its own address. None has 127.0.0.1, which Ray replaces by the mac
     python ray_nodes.py COUNT FOLDER
 
 It prints its address. Then it executes the commands in standard input and answers each with "ok": `kill I` (SIGKILL to
-raylet I), `add I`, `kill head` (SIGKILL to all processes of the head), `add head` (a new head at the same address, and
-new nodes). At the end of the input it ends the processes that it has started, and no others.
+raylet I), `add I`, `add I FOLDER` (Python on this node looks for modules in FOLDER first), `kill head` (SIGKILL to all
+processes of the head), `add head` (a new head at the same address, and new nodes). At the end of the input it ends the
+processes that it has started, and no others.
 """
 
 import os
@@ -32,13 +33,15 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = {}
 
-    def add(i: int) -> None:
+    def add(i: int, *folder: str) -> None:
+        environment = {"env_vars": {"PYTHONPATH": folder[0]}} if folder else {}
         nodes[i] = cluster.add_node(
             num_cpus=1,
             resources={f"tpu_worker_{i}": 1},
             object_store_memory=OBJECT_STORE_BYTES,
             wait=True,
             node_ip_address=f"127.0.0.{10 + i}",
+            **environment,
         )
 
     for i in range(int(sys.argv[1])):
@@ -46,7 +49,7 @@ def main() -> None:
     _say(cluster.address)
     port = int(cluster.address.rpartition(":")[2])
     for line in sys.stdin:
-        verb, which = line.split()
+        verb, which, *folder = line.split()
         if line == "kill head\n":
             cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
         elif line == "add head\n":
@@ -60,7 +63,7 @@ def main() -> None:
         elif verb == "kill":
             cluster.remove_node(nodes.pop(int(which)), allow_graceful=False)
         else:
-            add(int(which))
+            add(int(which), *folder)
         _say("ok")
     cluster.shutdown()
 
