@@ -84,7 +84,8 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     """Add --input, --column and --on-error: documents to read (dataset/inputs.py)."""
     from mesh_transformer.dataset.options import Options
 
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--input",
         action="append",
         required=True,
@@ -93,10 +94,8 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
         "or .tar files, or a data set of the Hugging Face hub, hf://datasets/ORG/NAME[:SPLIT]; X=0.3 takes this share "
         "of its documents; may be repeated",
     )
-    parser.add_argument(
-        "--column", help="name of the text in JSON objects and in rows of tables (default: %(default)s)"
-    )
-    parser.add_argument(
+    add("--column", help="name of the text in JSON objects and in rows of tables (default: %(default)s)")
+    add(
         "--on-error",
         choices=["skip", "stop"],
         help="what to do at a place that is not a document: count and skip it, or stop (default: %(default)s)",
