@@ -32,6 +32,8 @@ _FREE = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "replica-id",
     "opt-barrier", "iota", "add-dependency", "domain", "copy-done", "slice-done", "async-done",
 }  # fmt: skip
+# the names of transformations around a name, such as "transpose(jvp(" and "))"
+_TRANSFORMED = re.compile(r"\w+\(|\)")
 # The shares of the peak and of the memory's rate that large operations reach where the compiler has no estimates.
 _PRODUCT_SHARE, _MEMORY_SHARE = 0.75, 0.85
 
@@ -216,7 +218,8 @@ class Timeline:
             if not self._trains or "jvp(" in name:
                 return "element-wise" if "(tokens)" in name or one.opcode == "copy" else "head"
             return "optimizer"
-        pieces = name.split("/")
+        # in a pipeline, whose stages differentiate each layer, "jvp(attention)"
+        pieces = _TRANSFORMED.sub("", name).split("/")
         if "attention" in pieces and not {"q", "k", "v", "o"} & set(pieces):
             return "attention"
         return "products" if self.flops(one) else "element-wise"

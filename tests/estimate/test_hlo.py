@@ -128,3 +128,23 @@ def test_a_product_of_a_tpu_program_is_a_convolution():
     module = Module(CONVOLUTION)
     assert module.flops(module.instructions["product"]) == 2 * 2048 * 4096 * 512
     assert module.operand_bytes(module.instructions["product"]) == 2 * (2048 * 4096 + 4096 * 512)
+
+
+# as libtpu prints a Pallas kernel
+BROKEN = """
+ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %splash_mha_fwd_residuals.1 = bf16[8,128]{1,0:T(8,128)(2,1)} custom-call(%p), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256, \\"block_kv\\": 256}"
+}}, metadata={op_name="jit(loss)/jvp(attention)/pallas_call" stack_frame_id=6}, backend_config={"flag_configs":[]}
+  ROOT %next = bf16[8,128]{1,0:T(8,128)(2,1)} add(%splash_mha_fwd_residuals.1, %p)
+}
+"""
+
+
+def test_a_kernel_whose_line_is_broken():
+    kernel, last = Module(BROKEN).computations["main"][1:]
+    assert kernel.op_name == "jit(loss)/jvp(attention)/pallas_call"
+    assert kernel.operands == ["p"]
+    assert last.operands == [kernel.name, "p"]

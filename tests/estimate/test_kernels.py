@@ -68,6 +68,27 @@ def test_grouped_products_multiply_all_rows():
     }
 
 
+def test_experts_in_a_pipeline():
+    """4 sequences with 4 choices of an expert a token: rows of 1,024 by matrices of 1,024 x 512, three in an expert.
+    Each is multiplied forward, again in the backward pass, and for the gradients of rows and of matrices. A stage has 2
+    layers and 3 ticks for 2 microbatches."""
+    played, product = timeline("v4-8-pipeline"), 2 * 4 * 2048 * 4 * 1024 * 512
+    found = kernels(played)
+    grouped = {name: one for name, one in played.estimate().spent.items() if "gmm" in name}
+    assert {flops for flops, _ in found.values()} == {product}
+    assert {one.part for one in grouped.values()} == {"products"}
+    assert sum(one.runs for one in grouped.values()) == 3 * 4 * 2 * 3
+    seconds = 3 * 4 * 2 * 3 * product / (0.55 * 275e12)
+    assert sum(one.seconds for one in grouped.values()) == pytest.approx(seconds)
+
+
+def test_attention_in_a_pipeline_has_its_part():
+    played = timeline("v4-8-pipeline")
+    names = played.module.instructions
+    parts = {one.part for name, one in played.estimate().spent.items() if "attend" in names[name].op_name.split("/")}
+    assert parts == {"attention"}
+
+
 def test_a_kernel_reaches_a_share_of_the_peak():
     played = timeline("v5e-8-kernels")
     for flops, spent in kernels(played).values():

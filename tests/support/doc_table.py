@@ -74,6 +74,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/parallelism.md", "python benchmarks/parallel.py"): BENCHMARK,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v3-8"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
+    ("docs/preflight.md", "python benchmarks/bounds.py"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,
     ("docs/runs.md", "tensorboard "): CLIENT,
     ("docs/serve.md", "curl http://127.0.0.1:5000/v1/chat/completions"): CHAT,

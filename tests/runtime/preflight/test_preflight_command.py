@@ -1,5 +1,6 @@
 """preflight.py: its arguments; and, where libtpu is installed, whole runs on a small model."""
 
+import csv
 import importlib.util
 import json
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def preflight(
 
     def run(*overrides: str, config: Path = config, **options: Any) -> tuple[int, Rows]:
         defaults: dict[str, Any] = {"tune_model_path": None, "tpu": [], "gpu": [], "search": False, "serve": False}
+        defaults |= {"op_table": None}
         defaults |= {"slots": 8, "compile": 4, "steps": None, "price": None, "json": True, "plot": ""}
         code = command.run(str(config), overrides, PreflightOptions(**{**defaults, **options}))
         printed = capsys.readouterr()
@@ -120,6 +122,7 @@ def test_nothing_fits_by_formula(preflight, messages):
         (["mesh.cp=2"], {"tpu": ["v4-8"]}, "v4-8: the formula does not model mesh.cp; compiling needs libtpu"),
         (["mesh.dcn=dp"], {"tpu": ["2xv5e-8"]}, "2xv5e-8: the formula does not model several slices"),
         ([], {"tpu": ["v4-8"], "serve": True}, "--serve compiles the server's programs, which needs libtpu"),
+        ([], {"op_table": "tables"}, "--op-table lists the operations of compiled programs, which needs libtpu"),
     ],
 )
 def test_what_the_formula_does_not_model(preflight, overrides, options, message):
@@ -183,6 +186,29 @@ def test_serving(preflight, messages):
         "compiling: v4-8 prefill on dp 2 tp 2",
         "compiling: v4-8 decode on dp 2 tp 2",
     ]
+
+
+@needs_libtpu
+@pytest.mark.tpu
+def test_tables_of_operations(preflight, tmp_path):
+    """Each compiled program has a table, whose seconds and parts are those of its row."""
+    code, (first, second) = preflight(tpu=["v5e-8"], search=True, compile=2, op_table="a/tables")
+    assert code == 0
+    assert [row["op_table"] for row in (first, second)] == [f"a/tables/v5e-8-train-{number}.tsv" for number in (1, 2)]
+    for row in (first, second):
+        with (tmp_path / row["op_table"]).open() as file:
+            operations = list(csv.DictReader(file, delimiter="\t"))
+        assert sum(float(one["seconds"]) for one in operations) == pytest.approx(row["step_s"], rel=0.01)
+        assert {one["part"] for one in operations} == {part for part, seconds in row["parts"].items() if seconds}
+    _, served = preflight("mesh.tp=2", tpu=["v4-8"], serve=True, slots=4, op_table="a")
+    assert [row["op_table"] for row in served] == ["a/v4-8-prefill-1.tsv", "a/v4-8-decode-1.tsv"]
+    assert all((tmp_path / row["op_table"]).exists() for row in served)
+
+
+def test_a_folder_that_cannot_be_made(preflight, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--op-table file/tables: Not a directory; give a folder"):
+        preflight(gpu=["h200"], op_table="file/tables")
 
 
 @needs_libtpu

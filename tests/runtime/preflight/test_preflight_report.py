@@ -86,6 +86,7 @@ def test_json_has_the_documented_keys(capsys):
     keys = (
         "slice mesh microbatch accumulation remat sequences fits peak_gib usable_gib step_s step_s_range tokens_per_s "
     )
+    keys += "op_table "
     assert set((keys + "mfu parts set best reason memory_gib program estimate notes days cost").split()) == set(fits)
     assert list(fits["mesh"]) == ["pp", "dp", "fsdp", "cp", "ep", "tp"]
     assert (fits["days"], fits["cost"], fits["best"]) == (1.0, None, True)
