@@ -127,7 +127,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**decoded(engine, arguments.batch), "weight_bytes": weight_bytes(config)}
 
 
-def decoded(engine: Any, batch: int) -> dict[str, Any]:
+def decoded(engine: Any, batch: int, repeats: int = REPEATS) -> dict[str, Any]:
     """The rates of one of our engines with `batch` slots, as `timed` has them, and the peak memory of the device."""
     from mesh_transformer.infer.programs import MAX_STEPS
     from mesh_transformer.infer.requests import PromptChunk, SamplingParams
@@ -137,7 +137,7 @@ def decoded(engine: Any, batch: int) -> dict[str, Any]:
     def run() -> tuple[float, float, list[list[int]]]:
         began = time.perf_counter()
         tokens: list[list[int]] = []
-        for slot, prompt in enumerate(prompts(batch)):
+        for slot, prompt in enumerate(prompts(batch, engine.model.decoder.n_vocab)):
             engine.insert(slot, prompt, params, source=None, reused=0)
         at_once = engine.max_prefill_tokens // PROMPT
         for slot in range(0, batch, at_once):
@@ -152,7 +152,7 @@ def decoded(engine: Any, batch: int) -> dict[str, Any]:
             engine.release(slot)
         return middle - began, seconds, tokens
 
-    return {**timed(run, batch), "peak_memory_mib": common.own_peak_memory_mib()}
+    return {**timed(run, batch, repeats), "peak_memory_mib": common.own_peak_memory_mib()}
 
 
 def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
@@ -160,11 +160,12 @@ def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
     random weights in bfloat16."""
     import torch
 
+    config = common.config_of(arguments)
     if arguments.folder:
         model = load_torch(arguments.folder)
     else:
-        model = random_torch(common.config_of(arguments), torch.bfloat16).eval()
-    ids = torch.tensor(prompts(arguments.batch), device=model.device)
+        model = random_torch(config, torch.bfloat16).eval()
+    ids = torch.tensor(prompts(arguments.batch, config.model.n_vocab), device=model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **how}
 
     def generate(new: int) -> list[list[int]]:
@@ -195,7 +196,8 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
 
     threads = os.cpu_count() or 1
     model = ct2.Generator(f"{arguments.folder}/ct2", compute_type="float32", intra_threads=threads)
-    words = [[f"t{i}" for i in prompt] for prompt in prompts(arguments.batch)]
+    n_vocab = common.config_of(arguments).model.n_vocab
+    words = [[f"t{i}" for i in prompt] for prompt in prompts(arguments.batch, n_vocab)]
     options = {"sampling_topk": 1, "include_prompt_in_result": False, "end_token": []}
 
     def generate(new: int) -> list[list[int]]:
@@ -215,7 +217,8 @@ def measured(generate: Callable[[int], Any], arguments: argparse.Namespace) -> d
         tokens = generate(NEW)
         return middle - began, time.perf_counter() - middle - (middle - began), tokens
 
-    return {**timed(run, arguments.batch), "weight_bytes": weight_bytes(common.config_of(arguments))}
+    repeats = getattr(arguments, "repeats", REPEATS)
+    return {**timed(run, arguments.batch, repeats), "weight_bytes": weight_bytes(common.config_of(arguments))}
 
 
 def memory(_: argparse.Namespace) -> dict[str, Any]:
@@ -229,10 +232,10 @@ def memory(_: argparse.Namespace) -> dict[str, Any]:
     return {"gigabytes_per_s": matrix.nbytes / min(seconds) / 1e9}
 
 
-def timed(run: Any, batch: int) -> dict[str, Any]:
-    """Median rates of REPEATS runs, after one warm-up run."""
+def timed(run: Any, batch: int, repeats: int) -> dict[str, Any]:
+    """Median rates of so many runs, after one warm-up run."""
     run()
-    firsts, rests, tokens = zip(*(run() for _ in range(REPEATS)), strict=True)
+    firsts, rests, tokens = zip(*(run() for _ in range(repeats)), strict=True)
     return {
         "prefill_tokens_per_s": batch * PROMPT / statistics.median(firsts),
         "decode_tokens_per_s": batch * (NEW - 1) / statistics.median(rests),
@@ -251,8 +254,8 @@ def weight_bytes(config: Any) -> int:
     return (count_parameters(placement.abstract(dtype)) - embedding) * dtype.itemsize
 
 
-def prompts(batch: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(1, 30000, (batch, PROMPT)).tolist()
+def prompts(batch: int, n_vocab: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(1, min(n_vocab, 30000), (batch, PROMPT)).tolist()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
     """Measure, or print the table of a file."""
     made = common.parser(__doc__, config=None, rounds=None)
     made.add_argument("--out", default="gpu.jsonl", metavar="FILE", help="default: %(default)s")
-    made.add_argument("--only", action="append", metavar="WORD", help="cases whose names begin so; may be repeated")
+    made.add_argument("--only", action="append", metavar="WORDS", help="cases whose names begin so; may be repeated")
     made.add_argument("--tiny", action="store_true", help="every case at toy size on CPU, in one process")
     made.add_argument("--report", action="store_true", help="print the rows of the file as tables in Markdown")
     arguments = made.parse_args()
@@ -111,7 +111,9 @@ def measure(
     while True:
         rows = [row for row in read_rows(out) if row["device"] == device.kind]
         done = {row["case"] for row in rows if not row.get("absent") and not row.get("interrupted")}
-        cases = [case for case in plan(rows) if not only or case.name.startswith(tuple(only))]
+        cases = [
+            case for case in plan(rows) if not only or f"{case.name} ".startswith(tuple(f"{one} " for one in only))
+        ]
         left = [case for case in cases if case.name not in done]
         case = next((one for one in left if one.name not in handled), None)
         if case is None or seconds() > STOP_S:

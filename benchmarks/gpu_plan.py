@@ -160,6 +160,7 @@ def _decode_case(
         "batch": min(batch, 4) if tiny else batch,
         "context": CONTEXT,
         "by_layer": False,
+        "repeats": 1 if tiny else 5,
     }
     return Case(name, worker, arguments, 150.0, instead)
 

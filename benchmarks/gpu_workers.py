@@ -136,7 +136,7 @@ def decode(arguments: argparse.Namespace) -> dict[str, Any]:
         del stacks
     engine = ServingEngine(placement, params, slots=arguments.batch, context=arguments.context)
     del params
-    rate = generate.decoded(engine, arguments.batch)
+    rate = generate.decoded(engine, arguments.batch, arguments.repeats)
     # each step reads the positions that are written, on average to the middle of the new tokens
     cache = engine.cache_bytes / engine.context * (generate.PROMPT + generate.NEW / 2)
     return _decoded(rate, arguments, generate.weight_bytes(config) + cache)
