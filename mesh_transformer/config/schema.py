@@ -64,6 +64,10 @@ class ComputeConfig(Group):
     """what the backward pass recomputes: none; full (keeps only the input of each block); save_attn (also keeps the
     attention output); save_matmuls (also keeps the attention output and the hidden values of the feed-forward); auto:
     none on CPU, full elsewhere"""
+    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    """the kernel that computes attention in training and validation. splash: JAX's kernel for TPU v4 and later.
+    cudnn: cuDNN's, for GPUs of compute capability 8.0 and later. plain: no kernel. auto: splash or cudnn where it can
+    compute the model's attention, else plain. A kernel never writes logits to memory"""
     scan_unroll: Layers = 1
     """layers per scan iteration; a larger number runs faster and compiles slower"""
     logits_mib: Literal["auto"] | Mebibytes = "auto"

@@ -18,6 +18,7 @@ from mesh_transformer.models.numbers import layer_numbers, static_numbers
 from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Outputs, Rows, by_row, over_layers
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView
+from mesh_transformer.ops.attend.kernel import Windows
 from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import Block, constrain
 from mesh_transformer.spec import Decoder, Layer, Run
@@ -81,7 +82,7 @@ def layers(
 
     def layer(kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None) -> _Computed:
         (x_BTD, view), (index, numbers) = carry, row
-        attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
+        attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B, model.decoder.windows)
         ctx = model.context(kind, attend, encoded, numbers, query_index_B)
         x_BTD, means = model.layer(kind, block, x_BTD, ctx)
         return (x_BTD, attend.view), (None, means)
@@ -160,10 +161,11 @@ def _bind(
     positions_BT: jax.Array,
     bias_BHTS: jax.Array | None,
     query_index_B: jax.Array | None,
+    windows: Windows,
 ) -> context.Whole | Cached:
     """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
     if view is None:
-        return context.attention(bias_BHTS)
+        return context.attention(bias_BHTS, windows=windows)
     if query_index_B is None:
         return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
     if bias_BHTS is not None:

@@ -12,6 +12,8 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
 from mesh_transformer.models.model import Model
+from mesh_transformer.ops.attend.kernel import Target
+from mesh_transformer.ops.attend.kernels import of_layers
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Params, Partition, constrain_tree
 
@@ -36,8 +38,23 @@ class Placement:
         model = Model(config.model.decoder(), compute, config.mesh.stages(shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
-        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp)
-        return cls._on_partition(model, partition)
+        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=compute.attention)
+        placement = cls._on_partition(model, partition)
+        placement.kernels(config.seq)
+        return placement
+
+    def kernels(self, length: int) -> tuple[str, ...]:
+        """The attention kernel of each layer, or "plain", for sequences of `length` positions: `ops.attend.kernels`.
+
+        Raises:
+            UserError: `compute.attention` names a kernel that cannot compute a layer.
+        """
+        target, mode = Target.of(self.partition.mesh.devices.flat[0]), self.partition.context_mode
+        dtype, parts = self.model.dtype.name, self.partition.size("seq")
+        ring = None if parts == 1 or mode == "ulysses" else mode
+        if ring is not None:
+            length //= parts * (2 if mode == "zigzag" else 1)
+        return of_layers(self.partition.attention, self.model.decoder, target, dtype, length, ring)
 
     @classmethod
     def _on_partition(cls, model: Model, partition: Partition) -> Placement:

@@ -88,7 +88,8 @@ class Partition:
     """A mesh and rules, which turn dimension names into shardings; the dimensions `whole` are never split.
 
     `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
-    whether the communication of `ops.tensor_parallel` overlaps with its products.
+    whether the communication of `ops.tensor_parallel` overlaps with its products. `attention` is
+    `compute.attention`: which kernel computes attention (`ops.attend.kernels`).
 
     Raises:
         UserError: a rule is not a tuple of axes of the mesh, or a name without a rule is used.
@@ -99,6 +100,7 @@ class Partition:
     whole: frozenset[str] = frozenset()
     context_mode: str = "zigzag"
     overlap_tp: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for name, axes in self.rules.items():

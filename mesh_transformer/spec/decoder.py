@@ -103,6 +103,11 @@ class Decoder:
         """The numbers of each layer."""
         return tuple(layer.numbers for layer in self.layers)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of the layers; None among them: no window."""
+        return tuple(dict.fromkeys(numbers.window for numbers in self.numbers))
+
     @functools.cached_property
     def position_encodings(self) -> dict[PositionEncoding, tuple[PositionEncoding, ...]]:
         """The different position encodings of attention, by their kind."""

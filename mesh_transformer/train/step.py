@@ -296,7 +296,7 @@ class TrainProgram:
     ) -> tuple[jax.Array, Means]:
         angles, noise_BT2 = stream.fixed
         dropout = self._dropout(noise_BT2, numbers.layer)
-        attend = context.attention(stream.learned)
+        attend = context.attention(stream.learned, windows=self.model.decoder.windows)
         ctx = self.model.context(kind, attend, angles, numbers, dispatch=dispatch, dropout=dropout)
         return self.model.layer(kind, params, stream.x_BTD, ctx)
 

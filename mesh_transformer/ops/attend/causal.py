@@ -16,6 +16,9 @@ import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
+from mesh_transformer.ops.attend import kernels
+from mesh_transformer.ops.attend.kernel import Windows
+
 # Queries of a part. Shorter parts cost more in small operations than they save.
 _SHORTEST_PART = 64
 # The name of the operations that a fused kernel of attention would replace, in the op_name of compiled programs.
@@ -56,6 +59,7 @@ class Causal:
     view: ClassVar = None
     bias_BHTS: jax.Array | None = None  # B is 1
     segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None: all
+    windows: Windows | None = None  # the values that a window which is data may have; None: any
 
     def __call__(
         self,
@@ -67,15 +71,21 @@ class Causal:
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """See `Attend`.
+        """See `Attend`. A kernel computes it where `ops.attend.kernels` chooses one.
 
-        The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of
-        the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
+        Else the queries are computed in up to four parts, each with the keys up to its last query. Four parts compute
+        5/8 of the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
-        arrays = q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window
+        arrays = q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT
         with jax.named_scope(ATTEND):
+            fused = kernels.attend(*arrays, scale=scale, window=window, softcap=softcap, windows=self.windows)
+            if fused is not None:
+                return fused
             # the derivative of the soft cap needs more than the softmax weights
-            mixed = _attend(scale, *arrays) if softcap is None else _forward(scale, *arrays, softcap=softcap)[0]
+            if softcap is None:
+                mixed = _attend(scale, *arrays, window)
+            else:
+                mixed, _ = _forward(scale, *arrays, window, softcap=softcap)
         # the policies of compute.remat know what is kept of attention by this name
         return checkpoint_name(mixed, "attn_out")
 

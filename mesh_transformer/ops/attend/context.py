@@ -24,9 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mesh_transformer.ops.attend import kernels
 from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.ops.attend.kernel import Windows
 from mesh_transformer.ops.attend.ring import Plan, attend
-from mesh_transformer.parallel.sharding import Partition, active
+from mesh_transformer.parallel.sharding import Partition, active, use
 
 
 def order(length: int) -> np.ndarray | None:
@@ -44,6 +46,7 @@ class SplitHeads:
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
+    windows: Windows | None = None
 
     def __call__(
         self,
@@ -73,8 +76,9 @@ class SplitHeads:
             k_BTJK, v_BTJV = (jnp.repeat(x, times, axis=2) for x in (k_BTJK, v_BTJV))
         q_BTHK, k_BTJK, v_BTJV = map(send, (q_BTHK, k_BTJK, v_BTJV))
         bias = None if self.bias_BHTS is None else constrain(self.bias_BHTS, None, "heads", "seq", None)
-        causal = Causal(bias, self.segments_BT)
-        mixed = causal(q_BTHK, k_BTJK, v_BTJV, scale=scale, window=window, softcap=softcap)
+        causal = Causal(bias, self.segments_BT, self.windows)
+        with use(split):
+            mixed = causal(q_BTHK, k_BTJK, v_BTJV, scale=scale, window=window, softcap=softcap)
         return constrain(mixed, "batch", "seq", "heads", None)
 
 
@@ -86,6 +90,7 @@ class SplitPositions:
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
+    windows: Windows | None = None
 
     def __call__(
         self,
@@ -98,9 +103,15 @@ class SplitPositions:
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        (axis,) = self.partition.rules["seq"] or ()
-        mode, mesh = self.partition.context_mode, self.partition.current_mesh
-        plan = Plan(mesh, axis, self.partition.size("seq"), mode, scale, softcap)
+        partition, mode, devices = self.partition, self.partition.context_mode, self.partition.size("seq")
+        (axis,) = partition.rules["seq"] or ()
+        length = q_BTHK.shape[1] // devices // (2 if mode == "zigzag" else 1)
+        arrays = q_BTHK, v_BTJV, self.bias_BHTS, self.segments_BT
+        case = kernels.case_of(partition, length, *arrays, window, self.windows, softcap, mode)
+        fused = kernels.choose(partition.attention, case) == "splash"
+        if fused:
+            partition, k_BTJK, v_BTJV = kernels.divided(partition, k_BTJK, v_BTJV)
+        plan = Plan(partition, axis, devices, mode, scale, softcap, fused)
         window = None if window is None else jnp.asarray(window, jnp.int32)
         return attend(plan, (q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window))
 
@@ -109,15 +120,18 @@ Whole = Causal | SplitHeads | SplitPositions
 """The kinds of an `Attend` of whole sequences."""
 
 
-def attention(bias_BHTS: jax.Array | None = None, segments_BT: jax.Array | None = None) -> Whole:
+def attention(
+    bias_BHTS: jax.Array | None = None, segments_BT: jax.Array | None = None, windows: Windows | None = None
+) -> Whole:
     """The attention of whole sequences to themselves, for the active partition.
 
     Args:
         bias_BHTS: B is 1. Rows and columns are in the order of the partition's positions.
         segments_BT: int32: a query sees the keys of its own segment only; None: all.
+        windows: the values that a window which is data may have, so that a kernel can compute each; None: any.
     """
     partition = active()
     if partition is None or partition.size("seq") == 1:
-        return Causal(bias_BHTS, segments_BT)
+        return Causal(bias_BHTS, segments_BT, windows)
     kind = SplitHeads if partition.context_mode == "ulysses" else SplitPositions
-    return kind(partition, bias_BHTS, segments_BT)
+    return kind(partition, bias_BHTS, segments_BT, windows)

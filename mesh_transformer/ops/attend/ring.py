@@ -16,20 +16,30 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
-from mesh_transformer.parallel.sharding import Specs, Tree
+from mesh_transformer.ops.attend import splash
+from mesh_transformer.ops.attend.kernel import on_each_device, split_heads
+from mesh_transformer.ops.attend.ring_blocks import (
+    Backward,
+    Blocks,
+    KeyGradients,
+    Keys,
+    Plain,
+    Queries,
+    QueryGradients,
+    Softmax,
+    Splash,
+)
+from mesh_transformer.parallel.sharding import MeshAxes, Partition, Specs, Tree
 
 # of chunks of queries: the chunks, and what the visits add up; of chunks of keys: their gradients, if any
 _Query = TypeVar("_Query")
 _State = TypeVar("_State")
 _Gradient = TypeVar("_Gradient")
-_Gradients = tuple["_QueryGradients", "_KeyGradients"]
 _Carry = tuple[_State, "list[_Sent]", _Gradient]
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 """q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, V), positions in the order of `Partition.sequence_order`.
@@ -43,24 +53,44 @@ _Saved = tuple[Inputs, jax.Array, jax.Array]
 class Plan:
     """What is known before the arrays."""
 
-    mesh: Mesh | AbstractMesh
+    partition: Partition
     # the mesh axis that splits the positions, and its size
     axis: str
     devices: int
     mode: str
     scale: float
     softcap: float | None
+    # whether the splash kernel computes the blocks
+    splash: bool = False
+
+    def blocks(self, window: jax.Array | None) -> Blocks:
+        """What computes a block."""
+        if self.splash:
+            return Splash(splash.Blocks.of(self.partition, self.scale, self.softcap))
+        return Plain(self.scale, self.softcap, window)
 
     def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
-        """`function` of the arrays of one device; the partitioner splits all other dimensions."""
-        run = functools.partial(function, self)
+        """`function` of the arrays of one device; the partitioner splits all dimensions that the specs leave to it."""
+        run, mesh = functools.partial(function, self), self.partition.current_mesh
+        if self.splash:
+            return on_each_device(self.partition, run, in_specs, out_specs)
         return jax.shard_map(
-            run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={self.axis}, check_vma=True
+            run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={self.axis}, check_vma=True
         )
+
+    @property
+    def split(self) -> tuple[MeshAxes, MeshAxes]:
+        """The axes that split sequences and heads; None: the partitioner splits them."""
+        if not self.splash:
+            return None, None
+        batch, _, heads, _ = split_heads(self.partition)
+        return batch, heads
 
     def empty(self, shape: Sequence[int], value: float = 0.0) -> jax.Array:
         """A float32 array that differs between devices later."""
-        return jax.lax.pcast(jnp.full(shape, value, jnp.float32), self.axis, to="varying")
+        empty = jnp.full(shape, value, jnp.float32)
+        # the `shard_map` of a kernel does not track what differs
+        return empty if self.splash else jax.lax.pcast(empty, self.axis, to="varying")
 
     def empty_like(self, tree: Tree) -> Tree:
         """Such arrays, zeros, of the shapes of a tree."""
@@ -74,7 +104,7 @@ class Plan:
     def sum_by_position(self, x_NBTJK: jax.Array) -> jax.Array:
         """The sum over devices of arrays of all positions. Each device sends the others their positions."""
         free = P.UNCONSTRAINED
-        split = NamedSharding(self.mesh, P(None, free, self.axis, free, free))
+        split = NamedSharding(self.partition.current_mesh, P(None, free, self.axis, free, free))
         return jax.lax.with_sharding_constraint(x_NBTJK, split).sum(0)
 
     def chunks(self, x: jax.Array | None, dimension: int) -> list[Any]:
@@ -92,61 +122,12 @@ class Plan:
         return number * size + jnp.arange(size)
 
 
-class _Queries(NamedTuple):
-    """A chunk of queries."""
-
-    q_BCJGK: jax.Array
-    positions_C: jax.Array
-    segments_BC: jax.Array | None
-    # all columns
-    bias_BJGCT: jax.Array | None
-
-
-class _Backward(NamedTuple):
-    """A chunk of queries, the gradient of their output, and what the forward pass kept of them."""
-
-    query: _Queries
-    dy_BCJGK: jax.Array
-    log_z_BJGC: jax.Array
-    # the sum over K of output and gradient
-    delta_BJGC: jax.Array
-
-
 class _Sent(NamedTuple):
     """A chunk of keys as it is sent."""
 
     k_BSJK: jax.Array
     v_BSJK: jax.Array
     segments_BS: jax.Array | None
-
-
-class _Keys(NamedTuple):
-    """A chunk of keys whose device is known."""
-
-    k_BSJK: jax.Array
-    v_BSJK: jax.Array
-    segments_BS: jax.Array | None
-    positions_S: jax.Array
-    # the first column of the bias
-    column: jax.Array
-
-
-class _Softmax(NamedTuple):
-    """The softmax of a chunk of queries over the keys so far, float32."""
-
-    numerator_BJGCK: jax.Array
-    largest_BJGC: jax.Array
-    total_BJGC: jax.Array
-
-
-class _QueryGradients(NamedTuple):
-    dq_BCJGK: jax.Array
-    dbias_BJGCT: jax.Array | None
-
-
-class _KeyGradients(NamedTuple):
-    dk_BSJK: jax.Array
-    dv_BSJK: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,13 +142,22 @@ def _specs(plan: Plan) -> tuple[P, ...]:
     With gather the partitioner gathers the keys. An `all_gather` inside the `shard_map` would gather the sequences and
     heads that other axes split too.
     """
-    rows = P(None, plan.axis)
-    keys = P() if plan.mode == "gather" else rows
-    return rows, keys, keys, P(None, None, plan.axis), keys, P()
+    batch, heads = plan.split
+    rows, ids = P(batch, plan.axis, heads), P(batch, plan.axis)
+    if plan.mode == "gather":
+        return rows, P(), P(), P(None, None, plan.axis), P(), P()
+    return rows, rows, rows, P(None, heads, plan.axis), ids, P()
+
+
+def _normalizer(plan: Plan) -> P:
+    """The split of (B, J, G, T)."""
+    batch, heads = plan.split
+    return P(batch, heads, None, plan.axis)
 
 
 def _forward(plan: Plan, given: Inputs) -> tuple[jax.Array, _Saved]:
-    run = plan.map(_forward_of_device, (_specs(plan),), (P(None, plan.axis), P(None, None, None, plan.axis)))
+    specs = _specs(plan)
+    run = plan.map(_forward_of_device, (specs,), (specs[0], _normalizer(plan)))
     # the policies of compute.remat know what is kept of attention by this name
     mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(given))
     return mixed, (given, mixed, log_z)
@@ -175,9 +165,9 @@ def _forward(plan: Plan, given: Inputs) -> tuple[jax.Array, _Saved]:
 
 def _backward(plan: Plan, saved: _Saved, dy_BTHK: jax.Array) -> tuple[tuple[jax.Array | None, ...]]:
     specs = _specs(plan)
-    rows, bias = P(None, plan.axis), specs[3]
+    rows, bias = specs[0], specs[3]
     keys = P(plan.axis) if plan.mode == "gather" else rows
-    run = plan.map(_backward_of_device, (specs, rows, P(None, None, None, plan.axis), rows), (rows, keys, keys, bias))
+    run = plan.map(_backward_of_device, (specs, rows, _normalizer(plan), rows), (rows, keys, keys, bias))
     dq, *dkeys, dbias = run(*saved, dy_BTHK)
     if plan.mode == "gather":
         dkeys = [plan.sum_by_position(x) for x in dkeys]
@@ -193,17 +183,14 @@ def _forward_of_device(plan: Plan, given: Inputs) -> tuple[jax.Array, jax.Array]
     q, k, v, bias, segments, window = given
     queries = _queries(plan, given)
     start = [
-        _Softmax(plan.empty((*_rows(one), v.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one)))
+        Softmax(plan.empty((*_rows(one), v.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one)))
         for one in queries
     ]
 
-    def block(query: _Queries, key: _Keys, masked: bool, softmax: _Softmax, _: None) -> tuple[_Softmax, None]:
-        logits = _logits(query, key, _products(plan, query, key), masked, window)
-        largest = jnp.maximum(softmax.largest_BJGC, logits.max(-1))
-        exps, rescale = jnp.exp(logits - largest[..., None]), jnp.exp(softmax.largest_BJGC - largest)
-        mixed = _product("bjgcs,bsjk->bjgck", exps.astype(key.v_BSJK.dtype), key.v_BSJK)
-        numerator = softmax.numerator_BJGCK * rescale[..., None] + mixed
-        return _Softmax(numerator, largest, softmax.total_BJGC * rescale + exps.sum(-1)), None
+    blocks = plan.blocks(window)
+
+    def block(query: Queries, key: Keys, masked: bool, softmax: Softmax, _: None) -> tuple[Softmax, None]:
+        return blocks.forward(query, key, masked, softmax), None
 
     visit = functools.partial(_visit, plan, block, queries)
     state, _ = _all_visits(plan, visit, start, _keys(plan, k, v, segments), [None] * plan.count)
@@ -224,28 +211,14 @@ def _backward_of_device(
     queries, j = _queries(plan, given), k.shape[2]
     delta = rearrange((dy.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1), "b t (j g) -> b j g t", j=j)
     dys = plan.chunks(rearrange(dy, "b t (j g) k -> b t j g k", j=j), 1)
-    kept = zip(dys, plan.chunks(log_z, 3), plan.chunks(delta, 3), strict=True)
-    saved = [_Backward(query, *more) for query, more in zip(queries, kept, strict=True)]
+    outputs = plan.chunks(rearrange(mixed, "b t (j g) k -> b t j g k", j=j) if plan.splash else None, 1)
+    kept = zip(dys, plan.chunks(log_z, 3), plan.chunks(delta, 3), outputs, strict=True)
+    saved = [Backward(query, *more) for query, more in zip(queries, kept, strict=True)]
 
-    def block(rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients) -> _Gradients:
-        query = rows.query
-        products = _products(plan, query, key)
-        logits = _logits(query, key, products, masked, window)
-        weights = jnp.exp(logits - rows.log_z_BJGC[..., None])
-        dweights = _product("bcjgk,bsjk->bjgcs", rows.dy_BCJGK, key.v_BSJK)
-        dlogits = weights * (dweights - rows.delta_BJGC[..., None])
-        dbias = _add_columns(dquery.dbias_BJGCT, key.column, dlogits)
-        if plan.softcap is not None:
-            dlogits = dlogits * (1 - jnp.square(products / plan.softcap))
-        dlogits = (dlogits / np.float32(1 / plan.scale)).astype(q.dtype)
-        dq = dquery.dq_BCJGK + _product("bjgcs,bsjk->bcjgk", dlogits, key.k_BSJK)
-        dk = dkey.dk_BSJK + _product("bjgcs,bcjgk->bsjk", dlogits, query.q_BCJGK)
-        dv = dkey.dv_BSJK + _product("bjgcs,bcjgk->bsjk", weights.astype(q.dtype), rows.dy_BCJGK)
-        return _QueryGradients(dq, dbias), _KeyGradients(dk, dv)
-
+    block = plan.blocks(window).backward
     visit, keys = functools.partial(_visit, plan, block, saved), _keys(plan, k, v, segments)
-    start = [_QueryGradients(*plan.empty_like((one.q_BCJGK, one.bias_BJGCT))) for one in queries]
-    none = [_KeyGradients(*plan.empty_like((one.k_BSJK, one.v_BSJK))) for one in keys]
+    start = [QueryGradients(*plan.empty_like((one.q_BCJGK, one.bias_BJGCT))) for one in queries]
+    none = [KeyGradients(*plan.empty_like((one.k_BSJK, one.v_BSJK))) for one in keys]
     dqueries, dkeys = _all_visits(plan, visit, start, keys, none)
     dq = jnp.concatenate([rearrange(one.dq_BCJGK, "b c j g k -> b c (j g) k") for one in dqueries], axis=1)
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkeys, strict=True))
@@ -260,7 +233,7 @@ def _backward_of_device(
     return dq.astype(q.dtype), dk, dv, dbias
 
 
-def _queries(plan: Plan, given: Inputs) -> list[_Queries]:
+def _queries(plan: Plan, given: Inputs) -> list[Queries]:
     """The chunks of a device's queries."""
     q, k, _, bias, segments, _ = given
     device, j = jax.lax.axis_index(plan.axis), k.shape[2]
@@ -270,7 +243,7 @@ def _queries(plan: Plan, given: Inputs) -> list[_Queries]:
     bias = None if bias is None else rearrange(bias, "b (j g) t s -> b j g t s", j=j)
     chunks = zip(plan.chunks(q, 1), plan.chunks(segments, 1), plan.chunks(bias, 3), strict=True)
     return [
-        _Queries(q, plan.positions(device, number, q.shape[1]), segments, bias)
+        Queries(q, plan.positions(device, number, q.shape[1]), segments, bias)
         for number, (q, segments, bias) in enumerate(chunks)
     ]
 
@@ -280,7 +253,7 @@ def _keys(plan: Plan, *arrays: jax.Array | None) -> list[_Sent]:
     return [_Sent(*chunk) for chunk in zip(*(plan.chunks(x, 1) for x in arrays), strict=True)]
 
 
-def _rows(query: _Queries) -> tuple[int, ...]:
+def _rows(query: Queries) -> tuple[int, ...]:
     """The shape (B, J, G, C)."""
     b, c, j, g, _ = query.q_BCJGK.shape
     return b, j, g, c
@@ -318,7 +291,7 @@ def _all_visits(
 
 def _visit(
     plan: Plan,
-    block: Callable[[Any, _Keys, bool, _State, _Gradient], tuple[_State, _Gradient]],
+    block: Callable[[Any, Keys, bool, _State, _Gradient], tuple[_State, _Gradient]],
     queries: list[Any],
     states: list[_State],
     device: jax.Array | None,
@@ -329,7 +302,8 @@ def _visit(
 
     With zigzag, the late queries see all early keys of any device. The early queries see the early keys of an earlier
     device, and the late queries see the late keys of a later device. Both cases are one block, whose inputs are
-    selected, so that all devices compute one program.
+    selected, so that all devices compute one program. Without zigzag, blocks that know no positions are computed for
+    later devices too, and left out.
     """
     own = jax.lax.axis_index(plan.axis)
     keys = [_placed(plan, own if device is None else device, number, one) for number, one in enumerate(sent)]
@@ -338,7 +312,13 @@ def _visit(
     def add(row: int, column: int, masked: bool) -> None:
         states[row], gradients[column] = block(queries[row], keys[column], masked, states[row], gradients[column])
 
+    def pick(pair: Sequence[Tree]) -> Tree:
+        return jax.tree.map(functools.partial(jnp.where, device < own), *pair)
+
     if plan.count == 1:
+        if plan.splash and device is not None:
+            state, gradient = block(queries[0], keys[0], False, states[0], gradients[0])
+            return [pick((state, states[0]))], [pick((gradient, gradients[0]))]
         add(0, 0, masked=True)
         return states, gradients
     add(1, 0, masked=False)
@@ -346,10 +326,6 @@ def _visit(
         add(0, 0, masked=True)
         add(1, 1, masked=True)
         return states, gradients
-    earlier = device < own
-
-    def pick(pair: Sequence[Tree]) -> Tree:
-        return jax.tree.map(functools.partial(jnp.where, earlier), *pair)
 
     def put(old: Sequence[Tree], new: Tree) -> list[Tree]:
         return [pick((new, old[0])), pick((old[1], new))]
@@ -358,43 +334,9 @@ def _visit(
     return put(states, state), put(gradients, gradient)
 
 
-def _placed(plan: Plan, device: jax.Array, number: int, sent: _Sent) -> _Keys:
+def _placed(plan: Plan, device: jax.Array, number: int, sent: _Sent) -> Keys:
     """A chunk of keys with its positions and its place in the order of `Partition.sequence_order`."""
     size = sent.k_BSJK.shape[1]
     if plan.mode == "gather":
-        return _Keys(*sent, jnp.arange(size), jnp.zeros((), jnp.int32))
-    return _Keys(*sent, plan.positions(device, number, size), (plan.count * device + number) * size)
-
-
-def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
-
-
-def _products(plan: Plan, query: _Queries, key: _Keys) -> jax.Array:
-    """scale q k, with the soft cap, (B, J, G, C, S) float32."""
-    # a division, as in `attention_logits`
-    products = _product("bcjgk,bsjk->bjgcs", query.q_BCJGK, key.k_BSJK) / np.float32(1 / plan.scale)
-    return products if plan.softcap is None else soft_capped(products, plan.softcap)
-
-
-def _logits(query: _Queries, key: _Keys, products: jax.Array, masked: bool, window: jax.Array | None) -> jax.Array:
-    """The products with the bias, where a query sees a key. Without `masked`, it sees all of its window and segment."""
-    if query.bias_BJGCT is not None:
-        size = key.k_BSJK.shape[1]
-        products = products + jax.lax.dynamic_slice_in_dim(query.bias_BJGCT, key.column, size, 4).astype(jnp.float32)
-    if masked or window is not None:
-        seen = sees(query.positions_C[None], key.positions_S[None], window)[:, None, None]
-        products = jnp.where(seen, products, MASKED)
-    if query.segments_BC is not None and key.segments_BS is not None:
-        same = (query.segments_BC[:, :, None] == key.segments_BS[:, None])[:, None, None]
-        products = jnp.where(same, products, MASKED)
-    return products
-
-
-def _add_columns(total_BJGCT: jax.Array | None, column: jax.Array, dlogits_BJGCS: jax.Array) -> jax.Array | None:
-    """The bias's gradient plus the sum over sequences of `dlogits`, whose first column is `column`."""
-    if total_BJGCT is None:
-        return None
-    old = jax.lax.dynamic_slice_in_dim(total_BJGCT, column, dlogits_BJGCS.shape[4], 4)
-    new = old + dlogits_BJGCS.sum(0, keepdims=True)
-    return jax.lax.dynamic_update_slice_in_dim(total_BJGCT, new, column, 4)
+        return Keys(*sent, jnp.arange(size), jnp.zeros((), jnp.int32))
+    return Keys(*sent, plan.positions(device, number, size), (plan.count * device + number) * size)

@@ -1,0 +1,96 @@
+"""What a kernel of attention is, and what decides whether it can compute an attention.
+
+Shapes: as in `ops.attend.causal`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.accelerators import of_device
+from mesh_transformer.parallel.sharding import Partition
+
+Windows = tuple[int | None, ...]
+"""The different windows of the layers of a loop; None among them: no window."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The kind of the devices for which a program is compiled. They need not be attached."""
+
+    # cpu, gpu or tpu
+    platform: str
+    # of a TPU its generation such as v5e, of a GPU its compute capability such as 9.0; "": not known
+    generation: str = ""
+
+    @classmethod
+    def of(cls, device: jax.Device) -> Target:
+        """The kind of a JAX device, or of the target of a compilation."""
+        known = of_device(device.device_kind)
+        if device.platform == "tpu":
+            return cls("tpu", "" if known is None else known.name)
+        return cls(device.platform, str(getattr(device, "compute_capability", "")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An attention of whole sequences, by what is known before a program is compiled."""
+
+    target: Target
+    # the positions to which a device attends at once
+    length: int
+    # dims of a head of queries and keys, and of values
+    head_dim: int
+    value_dim: int
+    dtype: str
+    bias: bool = False
+    segments: bool = False
+    softcap: bool = False
+    # without windows of `length` positions or more; None: the program reads the window as data
+    windows: Windows | None = (None,)
+    # `mesh.context_mode`, where keys of other devices arrive block by block; None: a device has all keys
+    ring: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of an `Attend`, as a kernel gets them."""
+
+    q_BTHK: jax.Array
+    k_BTJK: jax.Array
+    v_BTJV: jax.Array
+    segments_BT: jax.Array | None
+    scale: float
+    softcap: float | None
+    windows: Windows
+    # int32: the index of this layer's window in `windows`; None: there is one
+    window_index: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of attention. `ops.attend.kernels` has the table."""
+
+    refuses: Callable[[Case], str | None]
+    """Why it cannot compute a case, in the words after "compute.attention NAME"; None: it can."""
+    attend: Callable[[Partition, Call], jax.Array]
+    """The output of attention, (B, T, H, V) of q's dtype."""
+
+
+def on_each_device(partition: Partition, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`function` of the arrays of one device. XLA cannot split a kernel: no axis of the mesh is left to it."""
+    mesh = partition.current_mesh
+    taken = jax.sharding.get_abstract_mesh().manual_axes
+    axes = {axis for axis in mesh.axis_names if axis not in taken}
+    # a kernel does not say over which axes its results differ
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def split_heads(partition: Partition) -> P:
+    """How devices split (B, T, H, K): by sequences and by heads."""
+    return partition.spec(("batch", None, "heads", None))

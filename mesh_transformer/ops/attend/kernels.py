@@ -1,0 +1,145 @@
+"""The table of attention kernels, and which of them computes an attention."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.ops.attend import cudnn, splash
+from mesh_transformer.ops.attend.kernel import Call, Case, Target, Windows
+from mesh_transformer.parallel.sharding import Partition, active
+from mesh_transformer.spec import Decoder
+
+PLAIN = "plain"
+"""No kernel: `ops.attend.causal` and `ops.attend.ring`, as XLA compiles them."""
+KERNELS = {"splash": splash.KERNEL, "cudnn": cudnn.KERNEL}
+"""By the values of `compute.attention`, the first choice of "auto" first."""
+
+
+def choose(setting: str, case: Case) -> str:
+    """The kernel that computes a case, or "plain". It depends on the arguments only, so that a resumed run on devices
+    of the same kind chooses the same.
+
+    Args:
+        setting: `compute.attention`; auto: the first kernel that can compute the case, else plain.
+
+    Raises:
+        UserError: the kernel that is set cannot compute it; says why, and what to set.
+    """
+    if setting == "auto":
+        return next((name for name, kernel in KERNELS.items() if kernel.refuses(case) is None), PLAIN)
+    reason = None if setting == PLAIN else KERNELS[setting].refuses(case)
+    if reason is not None:
+        raise UserError(f"compute.attention {setting} {reason}: set compute.attention=auto, or plain")
+    return setting
+
+
+def without_long(windows: Windows, length: int) -> Windows:
+    """The different windows, where each that holds `length` positions is none."""
+    return tuple(dict.fromkeys(None if window is None or window >= length else window for window in windows))
+
+
+def of_layers(
+    setting: str, decoder: Decoder, target: Target, dtype: str, length: int, ring: str | None = None
+) -> tuple[str, ...]:
+    """The kernel of each layer of a model, before anything is compiled.
+
+    Args:
+        setting, dtype: of `compute`.
+        length: positions of a sequence; with `ring`, of one block of it.
+        ring: as in `Case`.
+
+    Raises:
+        UserError: as in `choose`.
+    """
+    windows = without_long(decoder.windows, length)
+    found = []
+    for layer in decoder.layers:
+        key, value = layer.attention.keys_and_values
+        softcap = getattr(layer.attention, "softcap", None) is not None
+        widths = key.width, value.width
+        case = Case(target, length, *widths, dtype, decoder.relative_bias, False, softcap, windows, ring)
+        found.append(choose(setting, case))
+    return tuple(found)
+
+
+def attend(
+    q_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJV: jax.Array,
+    bias_BHTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    *,
+    scale: float,
+    window: jax.Array | int | None,
+    softcap: float | None,
+    windows: Windows | None,
+) -> jax.Array | None:
+    """What an `Attend` of whole sequences returns, by the kernel that `choose` takes for the active partition; None:
+    plain.
+
+    Args:
+        windows: the values that a window which is data may have; None: any.
+
+    Raises:
+        UserError: as in `choose`.
+    """
+    partition, length = active(), q_BTHK.shape[1]
+    if partition is None:
+        return None
+    case = case_of(partition, length, q_BTHK, v_BTJV, bias_BHTS, segments_BT, window, windows, softcap)
+    name = choose(partition.attention, case)
+    if name == PLAIN:
+        return None
+    assert case.windows is not None
+    index = None
+    if len(case.windows) > 1 and window is not None:
+        values = jnp.asarray([length if one is None else one for one in case.windows], jnp.int32)
+        index = jnp.argmax(values == jnp.minimum(jnp.asarray(window), length)).astype(jnp.int32)
+    partition, k_BTJK, v_BTJV = divided(partition, k_BTJK, v_BTJV)
+    call = Call(q_BTHK, k_BTJK, v_BTJV, segments_BT, scale, softcap, case.windows, index)
+    return KERNELS[name].attend(partition, call)
+
+
+def case_of(
+    partition: Partition,
+    length: int,
+    q_BTHK: jax.Array,
+    v_BTJV: jax.Array,
+    bias_BHTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    window: jax.Array | int | None,
+    windows: Windows | None,
+    softcap: float | None,
+    ring: str | None = None,
+) -> Case:
+    """The case of an attention: the arguments are those of `attend`, `length` and `ring` as in `Case`."""
+    target, known = Target.of(partition.mesh.devices.flat[0]), windows
+    if window is None or isinstance(window, int):
+        known = (window,)
+    return Case(
+        target,
+        length,
+        q_BTHK.shape[3],
+        v_BTJV.shape[3],
+        q_BTHK.dtype.name,
+        bias=bias_BHTS is not None,
+        segments=segments_BT is not None,
+        softcap=softcap is not None,
+        windows=None if known is None else without_long(known, length),
+        ring=ring,
+    )
+
+
+def divided(partition: Partition, k_BTJK: jax.Array, v_BTJV: jax.Array) -> tuple[Partition, jax.Array, jax.Array]:
+    """The partition, keys and values for `on_each_device`: heads of keys are repeated until each device has whole ones,
+    and sequences that the devices cannot share out evenly are computed by all."""
+    if k_BTJK.shape[0] % partition.size("batch"):
+        partition = partition.with_rules(batch=None)
+    times = math.lcm(k_BTJK.shape[2], partition.size("heads")) // k_BTJK.shape[2]
+    if times > 1:
+        k_BTJK, v_BTJV = (jnp.repeat(x, times, axis=2) for x in (k_BTJK, v_BTJV))
+    return partition, k_BTJK, v_BTJV

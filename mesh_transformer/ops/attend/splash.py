@@ -1,0 +1,294 @@
+"""Attention by JAX's splash kernel, for TPU v4 and later. It computes the blocks in which a query sees a key, and never
+writes logits to memory.
+
+Shapes: as in `ops.attend.causal`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Windows, on_each_device, split_heads
+from mesh_transformer.parallel.sharding import Partition
+
+# positions of the largest block of queries and of keys; the kernel needs multiples of the second number
+_BLOCK, _LANES = 512, 128
+# with more blocks of keys, the part of dq that the fused backward kernel writes for each of them costs more than a
+# second kernel
+_MOST_PARTS = 4
+_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
+_HEAD_DIMS = (64, 256)
+_DTYPES = ("bfloat16", "float32")
+Mask = Literal["causal", "full"]
+"""causal: the keys have the positions of the queries. full: a query sees all keys."""
+Segments = tuple[jax.Array, jax.Array] | None
+"""Of queries (B, T) and of keys (B, S), int32: a query sees the keys of its own segment only; None: all."""
+_Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array]
+"""Queries, keys, values, segments, index of the window, output, and the logarithm of the softmax's normalizer,
+(B, H, T) float32."""
+
+
+def refuses(case: Case) -> str | None:
+    """See `Kernel`."""
+    target, widths = case.target, (case.head_dim, case.value_dim)
+    if target.platform != "tpu" or target.generation not in _GENERATIONS:
+        found = f"TPU {target.generation}" if target.platform == "tpu" else target.platform.upper()
+        return f"needs a TPU {', '.join(_GENERATIONS[:-1])} or {_GENERATIONS[-1]}, and the device is a {found}"
+    if case.dtype not in _DTYPES:
+        return f"needs compute.dtype {' or '.join(_DTYPES)}, and it is {case.dtype}"
+    if case.length % _LANES:
+        return f"needs a multiple of {_LANES} positions on a device, and there are {case.length}"
+    if any(width % 8 or not _HEAD_DIMS[0] <= width <= _HEAD_DIMS[1] for width in widths):
+        return f"needs heads of {_HEAD_DIMS[0]} to {_HEAD_DIMS[1]} dims, a multiple of 8, and they have {widths}"
+    if case.bias:
+        return "cannot add a bias to the logits, and this model learns one"
+    if case.windows is None:
+        return "needs windows that are known before the program runs"
+    if case.ring == "gather":
+        return "does not know the mask of mesh.context_mode gather before the program runs"
+    if case.ring is not None and case.windows != (None,):
+        return f"cannot compute windows with mesh.context_mode {case.ring}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is known before the arrays."""
+
+    partition: Partition
+    scale: float
+    softcap: float | None
+    windows: Windows
+
+    @property
+    def blocks(self) -> Blocks:
+        """The kernels of one device."""
+        return Blocks.of(self.partition, self.scale, self.softcap)
+
+    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """`function` of the plan, and of the arrays of one device."""
+        return on_each_device(self.partition, functools.partial(function, self), in_specs, out_specs)
+
+    def of_window(self, function: Callable[..., Any], index: jax.Array | None, *arrays: Any) -> Any:
+        """`function(window, *arrays)` for the window of this layer."""
+        if index is None:
+            return function(self.windows[0], *arrays)
+        return jax.lax.switch(index, [functools.partial(function, window) for window in self.windows], *arrays)
+
+    @property
+    def specs(self) -> tuple[P, P, P]:
+        """The splits of (B, T, H, K), (B, T) and (B, H, T)."""
+        whole = split_heads(self.partition)
+        return whole, P(whole[0]), P(whole[0], whole[2])
+
+
+def attend(partition: Partition, call: Call) -> jax.Array:
+    """See `Kernel`. The policies of compute.remat know what is kept of it by the name "attn_out"."""
+    plan = _Plan(partition, call.scale, call.softcap, call.windows)
+    return _attend(plan, call.q_BTHK, call.k_BTJK, call.v_BTJV, call.segments_BT, call.window_index)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    plan: _Plan,
+    q_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJV: jax.Array,
+    segments_BT: jax.Array | None,
+    window_index: jax.Array | None,
+) -> jax.Array:
+    return _forward(plan, q_BTHK, k_BTJK, v_BTJV, segments_BT, window_index)[0]
+
+
+def _forward(
+    plan: _Plan,
+    q_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJV: jax.Array,
+    segments_BT: jax.Array | None,
+    window_index: jax.Array | None,
+) -> tuple[jax.Array, _Saved]:
+    whole, rows, normalizer = plan.specs
+
+    def of_device(plan: _Plan, index: jax.Array | None, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        return plan.of_window(functools.partial(plan.blocks.forward, "causal"), index, *arrays)
+
+    run = plan.map(of_device, (P(), whole, whole, whole, rows), (whole, normalizer))
+    found = run(window_index, q_BTHK, k_BTJK, v_BTJV, None if segments_BT is None else (segments_BT, segments_BT))
+    mixed, log_z = (checkpoint_name(x, "attn_out") for x in found)
+    return mixed, (q_BTHK, k_BTJK, v_BTJV, segments_BT, window_index, mixed, log_z)
+
+
+def _backward(plan: _Plan, saved: _Saved, dy_BTHV: jax.Array) -> tuple[jax.Array | None, ...]:
+    whole, rows, normalizer = plan.specs
+    q, k, v, segments_BT, window_index, mixed, log_z = saved
+    segments = None if segments_BT is None else (segments_BT, segments_BT)
+
+    def of_device(plan: _Plan, index: jax.Array | None, *arrays: Any) -> Sequence[jax.Array]:
+        return plan.of_window(functools.partial(plan.blocks.backward, "causal"), index, *arrays)
+
+    run = plan.map(of_device, (P(), whole, whole, whole, rows, whole, normalizer, whole), (whole, whole, whole))
+    dq, dk, dv = run(window_index, q, k, v, segments, mixed, log_z, dy_BTHV)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The kernels for the queries and keys of one device."""
+
+    scale: float
+    softcap: float | None
+    # computed on a CPU, slowly: for tests
+    interpret: bool
+
+    @classmethod
+    def of(cls, partition: Partition, scale: float, softcap: float | None) -> Blocks:
+        """The kernels for the devices of a partition."""
+        return cls(scale, softcap, interpret=partition.mesh.devices.flat[0].platform == "cpu")
+
+    def forward(
+        self,
+        mask: Mask,
+        window: int | None,
+        q_BTHK: jax.Array,
+        k_BSJK: jax.Array,
+        v_BSJV: jax.Array,
+        segments: Segments,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The output, (B, T, H, V) of q's dtype, and the logarithm of the softmax's normalizer, (B, H, T) float32."""
+        kernel = self._kernel(mask, window, q_BTHK, k_BSJK)
+        q, k, v = self._scaled(q_BTHK), _heads_first(k_BSJK), _heads_first(v_BSJV)
+        with jax.named_scope(_mask_name(mask, window, q_BTHK.shape[1], k_BSJK.shape[1])):
+            mixed, (log_z,) = jax.vmap(kernel)(q, k, v, _ids(segments))
+        return rearrange(mixed, "b h t k -> b t h k"), log_z
+
+    def backward(
+        self,
+        mask: Mask,
+        window: int | None,
+        q_BTHK: jax.Array,
+        k_BSJK: jax.Array,
+        v_BSJV: jax.Array,
+        segments: Segments,
+        mixed_BTHV: jax.Array,
+        log_z_BHT: jax.Array,
+        dy_BTHV: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradients of q, k and v, of their dtypes.
+
+        Args:
+            mixed_BTHV, log_z_BHT: the output and the softmax's normalizer over all keys that the queries see, of which
+                these keys may be a part.
+        """
+        kernel = self._kernel(mask, window, q_BTHK, k_BSJK)
+        q, k, v = self._scaled(q_BTHK), _heads_first(k_BSJK), _heads_first(v_BSJV)
+        pull = functools.partial(_library()._splash_attention_bwd, *_arguments(kernel))
+
+        def gradients(q: Any, k: Any, v: Any, ids: Any, mixed: Any, log_z: Any, dy: Any) -> Any:
+            saved = q, k, v, ids, None, mixed, log_z, kernel.dq_mask_info, kernel.dkv_mask_info
+            return pull(saved, dy)[3:6]
+
+        kept = _heads_first(mixed_BTHV), log_z_BHT, _heads_first(dy_BTHV)
+        with jax.named_scope(_mask_name(mask, window, q_BTHK.shape[1], k_BSJK.shape[1])):
+            dq, dk, dv = jax.vmap(gradients)(q, k, v, _ids(segments), *kept)
+        dq = (dq.astype(jnp.float32) * self.scale).astype(dq.dtype)
+        return tuple(rearrange(x, "b h t k -> b t h k") for x in (dq, dk, dv))
+
+    def _scaled(self, q_BTHK: jax.Array) -> jax.Array:
+        """scale q, (B, H, T, K)."""
+        return _heads_first((q_BTHK.astype(jnp.float32) * self.scale).astype(q_BTHK.dtype))
+
+    def _kernel(self, mask: Mask, window: int | None, q_BTHK: jax.Array, k_BSJK: jax.Array) -> Any:
+        """A `SplashAttentionKernel`."""
+        masks = _masks()
+        shape = q_BTHK.shape[1], k_BSJK.shape[1]
+        if mask == "full":
+            seen = masks.FullMask(shape)
+        elif window is None:
+            seen = masks.CausalMask(shape)
+        else:
+            seen = masks.LocalMask(shape, (window - 1, 0), 0)
+        return _library().make_splash_mha(
+            masks.MultiHeadMask([seen] * q_BTHK.shape[2]),
+            block_sizes=_block_sizes(*shape),
+            attn_logits_soft_cap=self.softcap,
+            save_residuals=True,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
+
+
+def _block_sizes(queries: int, keys: int) -> Any:
+    """The blocks in which a kernel computes, for numbers of queries and keys on a device."""
+    q, k = _largest_block(queries), _largest_block(keys)
+    fused = keys // k <= _MOST_PARTS
+    return _library().BlockSizes(
+        block_q=q,
+        block_kv=k,
+        block_q_dkv=q,
+        block_kv_dkv=k,
+        block_q_dq=None if fused else q,
+        block_kv_dq=None if fused else k,
+        use_fused_bwd_kernel=fused,
+    )
+
+
+def _mask_name(mask: Mask, window: int | None, queries: int, keys: int) -> str:
+    """A scope that says how many blocks a kernel computes, of how many: `estimate.kernels` reads it."""
+    q, k = _largest_block(queries), _largest_block(keys)
+    blocks = [(row, column) for row in range(0, queries, q) for column in range(0, keys, k)]
+    seen = [
+        (row, column)
+        for row, column in blocks
+        # the first key is seen by the last query; the last key is in the window of the first query
+        if mask == "full" or (column < row + q and (window is None or column + k > row - window + 1))
+    ]
+    return f"mask_{len(seen)}_of_{len(blocks)}"
+
+
+def _largest_block(length: int) -> int:
+    return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
+
+
+def _arguments(kernel: Any) -> Sequence[Any]:
+    """The first arguments of `_splash_attention_bwd`, in its order."""
+    given = kernel.kwargs
+    names = ("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+    return [given[name] for name in (*names, "attn_logits_soft_cap", "interpret")]
+
+
+def _ids(segments: Segments) -> Any:
+    return None if segments is None else _library().SegmentIds(*segments)
+
+
+def _heads_first(x_BTHK: jax.Array) -> jax.Array:
+    return rearrange(x_BTHK, "b t h k -> b h t k")
+
+
+def _library() -> Any:
+    # imported where it is used: Pallas takes half a second, which a run on a CPU does not need
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel
+
+
+def _masks() -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
+
+    return splash_attention_mask
+
+
+KERNEL = Kernel(refuses, attend)

@@ -1,0 +1,202 @@
+"""Attention kernels: which one is chosen, and that each computes attention, against the formula.
+
+On a CPU the splash kernel is interpreted. `tests/parallel/test_tpu_kernels.py` compiles it for TPUs.
+"""
+
+import dataclasses
+import functools
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.builders import TINY
+from support.covering import sampled
+
+from mesh_transformer.config import ComputeConfig, MeshConfig, parse_config
+from mesh_transformer.config.mesh import mesh_shape, training_rules
+from mesh_transformer.errors import UserError
+from mesh_transformer.models.placement import Placement
+from mesh_transformer.ops.attend import context, kernels, splash
+from mesh_transformer.ops.attend.kernel import Case, Target
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.train.own import jit
+
+GPTJ = Case(Target("tpu", "v5e"), 2048, 256, 256, "bfloat16")
+H100, A100 = Target("gpu", "9.0"), Target("gpu", "8.0")
+# on CPU, positions of a block: so that few positions are several blocks
+BLOCK = 128
+T, SCALE = 2 * BLOCK, 0.1
+HEADS = {"8_of_8": (8, 8), "8_of_2": (8, 2)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 100},
+    "softcap": {"softcap": 0.5},
+    "segments": {"segments": True},
+    "two_windows": {"window": np.int32(100), "windows": (30, 100, None)},
+}
+FILES = ("ops/attend/splash.py", "ops/attend/kernel.py", "ops/attend/kernels.py")
+
+
+def test_the_config_names_the_kernels() -> None:
+    allowed = get_args(ComputeConfig.model_fields["attention"].annotation)
+    assert set(allowed) == {"auto", kernels.PLAIN, *kernels.KERNELS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, "splash"),
+        ({"target": Target("tpu", "v4"), "dtype": "float32"}, "splash"),
+        ({"target": Target("tpu", "v3")}, "plain"),
+        ({"target": Target("tpu", "")}, "plain"),
+        ({"target": Target("cpu")}, "plain"),
+        ({"head_dim": 96, "value_dim": 64}, "splash"),
+        ({"head_dim": 100}, "plain"),
+        ({"length": 2000}, "plain"),
+        ({"segments": True, "softcap": True, "windows": (512, None)}, "splash"),
+        ({"bias": True}, "plain"),
+        ({"windows": None}, "plain"),
+        ({"ring": "zigzag"}, "splash"),
+        ({"ring": "zigzag", "windows": (512,)}, "plain"),
+        ({"ring": "gather"}, "plain"),
+        ({"target": H100}, "cudnn"),
+        ({"target": Target("gpu", "12.0")}, "cudnn"),
+        ({"target": A100}, "plain"),
+        ({"target": A100, "head_dim": 128, "value_dim": 128}, "cudnn"),
+        ({"target": Target("gpu", "7.5"), "head_dim": 128, "value_dim": 128}, "plain"),
+        ({"target": Target("gpu")}, "plain"),
+        ({"target": H100, "windows": (512,)}, "cudnn"),
+        ({"target": H100, "windows": (512, None)}, "plain"),
+        ({"target": H100, "dtype": "float32"}, "plain"),
+        ({"target": H100, "softcap": True}, "plain"),
+        ({"target": H100, "segments": True}, "plain"),
+        ({"target": H100, "bias": True}, "plain"),
+        ({"target": H100, "value_dim": 128}, "plain"),
+        ({"target": H100, "ring": "ring"}, "plain"),
+    ],
+)
+def test_a_kernel_is_chosen_by_what_it_can_compute(changes: dict[str, Any], chosen: str) -> None:
+    case = dataclasses.replace(GPTJ, **changes)
+    assert kernels.choose("auto", case) == chosen
+    assert kernels.choose("plain", case) == "plain"
+    for name in kernels.KERNELS:
+        if name == chosen:
+            assert kernels.choose(name, case) == name
+        else:
+            with pytest.raises(UserError, match=f"^compute.attention {name} .*: set compute.attention=auto"):
+                kernels.choose(name, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("splash", "needs a TPU v4, v5e, v5p, v6e or v7x, and the device is a CPU"),
+        ("cudnn", "needs a GPU of compute capability 8.0 or later, and the device is no GPU"),
+    ],
+)
+def test_a_kernel_that_cannot_work_is_refused_with_the_mesh(name: str, why: str) -> None:
+    config = parse_config(TINY, [f"compute.attention={name}"])
+    with pytest.raises(UserError, match=why):
+        Placement.of(config, jax.devices()[:1])
+
+
+def test_long_windows_are_none() -> None:
+    assert kernels.without_long((512, 4096, None, 2048), 2048) == (512, None)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splash is taken wherever a TPU v4 would take it, with small blocks."""
+
+    def choose(_: str, case: Case) -> str:
+        return real("auto", dataclasses.replace(case, target=Target("tpu", "v4")))
+
+    real = kernels.choose
+    monkeypatch.setattr(kernels, "choose", choose)
+    monkeypatch.setattr(splash, "_BLOCK", BLOCK)
+
+
+def formula(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Attention with repeated heads of keys, in float32."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None]
+    seen = ((distance >= 0) & (distance < (window or q.shape[1])))[None, None]
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None])
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * SCALE
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), v)
+
+
+def assert_attention(partition: Partition, arrays: Any, options: dict[str, Any], segments: jax.Array | None) -> None:
+    """The output and the gradients are those of the formula.
+
+    In float32 the largest difference is 1e-5 of the largest value. In bfloat16 the root of the mean square of the
+    difference is 4e-3 of that of the values: one rounding is 1e-3 of it, and weights, output and gradients are rounded
+    one after the other.
+    """
+    q, order = arrays[0], partition.sequence_order(arrays[0].shape[1])
+    order = np.arange(q.shape[1]) if order is None else order
+    back, windows = np.argsort(order), options.get("windows")
+    options = {name: value for name, value in options.items() if name in ("window", "softcap")}
+
+    def of(attend: Any, *arrays: jax.Array) -> list[jax.Array]:
+        *given, dy = arrays
+        y, pull = jax.vjp(attend, *given)
+        return [y, *pull(dy)]
+
+    def ours(*arrays: jax.Array) -> list[jax.Array]:
+        attend = context.attention(None, None if segments is None else segments[:, order], windows)
+        found = of(functools.partial(attend, scale=SCALE, **options), *(x[:, order] for x in arrays))
+        return [x[:, back] for x in found]
+
+    found = jit(partition, ours)(*arrays)
+    exact = [x.astype(jnp.float32) for x in arrays]
+    expected = jax.jit(functools.partial(of, functools.partial(formula, segments=segments, **options)))(*exact)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == q.dtype
+        difference = np.asarray(one, np.float32) - other
+        if q.dtype == jnp.float32:
+            assert np.abs(difference).max() < 1e-5 * np.abs(other).max()
+        else:
+            assert np.square(difference).mean() < 4e-3**2 * np.square(other).mean()
+
+
+def inputs(sequences: int, length: int, heads: int, key_heads: int, width: int, values: int, dtype: Any) -> Any:
+    """q, k, v and the gradient of the output."""
+    shapes = (heads, width), (key_heads, width), (key_heads, values), (heads, values)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, (sequences, length, *shape), dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def segments_of(sequences: int, length: int) -> jax.Array:
+    starts = jax.random.bernoulli(jax.random.key(1), 0.02, (sequences, length))
+    return jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+
+
+def partition_of(mode: str = "zigzag", **axes: int) -> Partition:
+    shape = mesh_shape(**axes)
+    devices = jax.devices()[: int(np.prod(list(shape.values())))]
+    return Partition(make_mesh(shape, devices), training_rules(MeshConfig()), context_mode=mode)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("width", "heads", "options", "dtype"),
+    sampled((64, 128, 256), HEADS, OPTIONS, ("float32", "bfloat16"), seconds=5, files=FILES),
+)
+def test_splash_is_attention(width: int, heads: str, options: str, dtype: str) -> None:
+    arrays = inputs(1, T, *HEADS[heads], width, width, dtype)
+    segments = segments_of(1, T) if "segments" in options else None
+    assert_attention(partition_of(dp=1), arrays, OPTIONS[options], segments)
