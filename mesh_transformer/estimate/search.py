@@ -26,6 +26,8 @@ POLICIES = (*KEPT, "none")
 LEAST_MEMORY = "full"
 # a program that needs up to so many times the usable memory by the closed form may still fit
 TOLERANCE = 1.05
+# a step that is less faster is no reason to change a config: the closed form errs by as much
+_WORTH = 1.1
 Changes = dict[tuple[str, str], Any]
 """The values of fields, by group and field."""
 
@@ -80,6 +82,22 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
     if not any(_fits(one, accelerator) for one in best):
         best[-1:] = [one for one in near if _fits(one, accelerator)][:1] or best[-1:]
     return Found(tuple(best))
+
+
+def faster(config: Config, n_devices: int, accelerator: Accelerator) -> tuple[Candidate, float] | None:
+    """The fastest candidate that surely fits, and how many times faster it is than the config, if a change is worth
+    it; None if not, and where the search models no candidate.
+
+    Raises:
+        UserError: the mesh of the config does not fit the devices, or does not divide a size.
+    """
+    if unmodelled(config) or (n_devices > 1 and not accelerator.is_tpu):
+        return None
+    given = estimate(overlap.resolve(config, n_devices, accelerator), n_devices, accelerator)
+    fitting = [one for one in candidates(config, n_devices, accelerator) if _fits(one, accelerator)]
+    best = min(fitting, key=lambda one: (one.estimate.seconds, len(one.overrides)), default=None)
+    times = 1.0 if best is None else given.seconds / best.estimate.seconds
+    return (best, times) if best is not None and times >= _WORTH else None
 
 
 def candidates(

@@ -4,11 +4,14 @@ import dataclasses
 
 import jax
 
+from mesh_transformer.accelerators import of_device
 from mesh_transformer.config import Config
 from mesh_transformer.estimate import overlap
+from mesh_transformer.estimate.search import faster
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
+from mesh_transformer.platforms import by_slice
 from mesh_transformer.runtime.session.session import Session
 
 
@@ -24,6 +27,22 @@ def open_session(config: Config, tokenizer_files: str | None = None) -> Session:
         return session
     log.info("mesh.overlap_tp auto is true: the closed form of preflight estimates a shorter step")
     return dataclasses.replace(session, placement=Placement.of(resolved, jax.devices()))
+
+
+def suggest_a_faster_step(session: Session) -> None:
+    """Log, on a TPU slice, what `preflight.py --search` would change, if the closed form estimates a faster step."""
+    devices = jax.devices()
+    accelerator = of_device(devices[0].device_kind)
+    if jax.process_index() or accelerator is None or not accelerator.is_tpu or len(by_slice(devices)) > 1:
+        return
+    found = faster(session.config, len(devices), accelerator)
+    if found is not None:
+        best, times = found
+        log.info(
+            "a step is estimated to run %.1f times faster with %s; preflight.py --search compiles it",
+            times,
+            " ".join(f"--set {override}" for override in best.overrides),
+        )
 
 
 def warn_of_idle_stages(session: Session) -> None:

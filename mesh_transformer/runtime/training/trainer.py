@@ -31,7 +31,7 @@ from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_los
 from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
-from mesh_transformer.runtime.training.session import open_session, warn_of_idle_stages
+from mesh_transformer.runtime.training.session import open_session, suggest_a_faster_step, warn_of_idle_stages
 from mesh_transformer.runtime.training.validation import Validation
 from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train import experts
@@ -208,6 +208,8 @@ class TrainingRun:
         try:
             logged = self._logged()
             start_point = start.resume_or_start(self.session, self.program, store, self.source, logged)
+            if start_point.step == 0:
+                suggest_a_faster_step(self.session)
             if start_point.loader_state is not None:
                 self.feed.set_state(start_point.loader_state)
             if self.config.logging.op_table:

@@ -1,16 +1,20 @@
-"""The session of a training run: the choice of `mesh.overlap_tp` "auto", and the warning of idle stages."""
+"""The session of a training run: the choice of `mesh.overlap_tp` "auto", the warning of idle stages, and the suggestion
+of a faster step."""
 
+import dataclasses
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 from support.builders import TINY
 
 from mesh_transformer.accelerators import ACCELERATORS
-from mesh_transformer.config import Config, parse_config
+from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.estimate import overlap
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.training.session import open_session, warn_of_idle_stages
+from mesh_transformer.runtime.training.session import open_session, suggest_a_faster_step, warn_of_idle_stages
 
 SPLIT = ["mesh.tp=2", "mesh.fsdp=4", "mesh.shard_activations=true"]
 
@@ -68,3 +72,36 @@ def test_few_microbatches_are_warned_of(microbatches: int, warns: bool, caplog: 
         "8 or more"
     )
     assert (message in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "says"),
+    [
+        ("TPU v3", [], True),
+        # what the search finds has nothing to add
+        ("TPU v3", ["mesh.fsdp=4", "mesh.tp=2", "mesh.shard_activations=true", "compute.remat=save_attn"]
+         + ["data.per_replica_batch=4", "optimizer.gradient_accumulation_steps=1"], False),
+        ("cpu", [], False),
+    ],
+)  # fmt: skip
+def test_a_faster_step_is_suggested(
+    kind: str,
+    overrides: list[str],
+    says: bool,
+    repo: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = load_config(str(repo / "configs" / "6B_finetune_v3-8.json"), overrides)
+    # the model is not opened
+    session = dataclasses.replace(open_session(parse_config(TINY)), config=config)
+    platform = "cpu" if kind == "cpu" else "tpu"
+    device = SimpleNamespace(device_kind=kind, platform=platform, process_index=0, slice_index=0)
+    monkeypatch.setattr(jax, "devices", lambda: [device] * 8)
+    suggest_a_faster_step(session)
+    lines = [record.message for record in caplog.records if "times faster" in record.message]
+    assert len(lines) == says
+    if says:
+        assert "--set mesh.fsdp=" in lines[0]
+        assert lines[0].endswith("preflight.py --search compiles it")
