@@ -20,7 +20,7 @@ from mesh_transformer.dataset.duplicates import (
 from mesh_transformer.dataset.fragment import SIDES, Fragment
 from mesh_transformer.dataset.shards import Source
 from mesh_transformer.dataset.stages import Named, Stages
-from mesh_transformer.dataset.tasks import Task
+from mesh_transformer.dataset.worker import Task
 from mesh_transformer.files import join
 
 

@@ -25,7 +25,8 @@ from mesh_transformer.dataset.parts import Part, plan
 from mesh_transformer.dataset.picture import length_picture
 from mesh_transformer.dataset.shards import RECORDS, Shard, Source, cuts, taken, write_shard
 from mesh_transformer.dataset.stages import Named, ShownFragments, Stages
-from mesh_transformer.dataset.tasks import Runner, Task, failures_explained
+from mesh_transformer.dataset.tasks import Runner
+from mesh_transformer.dataset.worker import Task, failures_explained
 from mesh_transformer.errors import UserError, byte_size, listed, plural
 from mesh_transformer.files import check_writable, is_remote, join, make_folder, open_binary
 from mesh_transformer.logs import log

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from mesh_transformer.dataset.counts import add_reasons
 from mesh_transformer.dataset.fragment import Fragment
 from mesh_transformer.dataset.objects import R, read_result
-from mesh_transformer.dataset.tasks import Runner, Task
+from mesh_transformer.dataset.tasks import Runner
+from mesh_transformer.dataset.worker import Task
 from mesh_transformer.errors import plural
 from mesh_transformer.logs import Progress, log
 

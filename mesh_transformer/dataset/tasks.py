@@ -9,20 +9,17 @@ task on a worker that has stopped gets a duplicate. A task that ends its worker 
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-import mesh_transformer
 from mesh_transformer import ray_join
-from mesh_transformer.environment import requirements
-from mesh_transformer.errors import RunError, UserError, is_disk_full, plural
+from mesh_transformer.dataset.worker import AGAIN, Task, call, program_version
+from mesh_transformer.errors import RunError, UserError, plural
 from mesh_transformer.logs import log
 from mesh_transformer.ray_join import first_line
 
@@ -36,14 +33,6 @@ _WAITING = 2
 _OBJECT_STORE_BYTES = 100_000_000
 # of workers, after which a task ends the job. The death of a node does not count
 MOST_DEATHS = 5
-
-
-class Task(NamedTuple):
-    """A call of `function` with `arguments`. `about`: what it reads or writes, for messages."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    about: str
 
 
 class Runner(Protocol):
@@ -63,30 +52,6 @@ class InProcess:
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
         for number, task in enumerate(tasks):
             yield number, call(task)
-
-
-def call(task: Task) -> Any:
-    """The result of a task."""
-    with failures_explained():
-        return task.function(*task.arguments)
-
-
-@contextlib.contextmanager
-def failures_explained() -> Iterator[None]:
-    """Failures of the disk and of a bucket become errors of one line."""
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except Exception as error:
-        if is_disk_full(error):
-            raise RunError(f"the disk is full ({first_line(error)}): free some space, and {_AGAIN}") from error
-        if isinstance(error, (OSError, EOFError)) or _of_bucket(error):
-            raise RunError(f"{first_line(error)}: correct it, and {_AGAIN}") from error
-        raise
-
-
-_AGAIN = "give the same command again: it goes on with the parts that are finished"
 
 
 class OnRay:
@@ -256,7 +221,7 @@ class _Calls:
                 raise RunError(
                     f"{about}: {MOST_DEATHS} workers have died of this task, the last one because "
                     f"{'the memory of its node is full' if full else 'its process has crashed or was killed'}: give "
-                    f"the nodes more memory or fewer tasks at once, or leave the file out if it is damaged; {_AGAIN}"
+                    f"the nodes more memory or fewer tasks at once, or leave the file out if it is damaged; {AGAIN}"
                 )
         log.debug("%s: the task starts again: %s", about, first_line(error))
         self._calls[number].remove(reference)
@@ -274,41 +239,6 @@ class _Calls:
 
 
 @functools.cache
-def program_version() -> str:
-    """A hash of the modules that make data sets."""
-    root = Path(mesh_transformer.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in ("data", "dataset") for path in (root / folder).rglob("*.py")):
-        digest.update(b"%s %d\n" % (path.relative_to(root).as_posix().encode(), path.stat().st_size))
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def call_sent(version: str, content: bytes) -> tuple[float, Any] | str:
-    """The seconds and the result of a task on a worker, or why it cannot run here. Relative paths are relative to the
-    driver's folder, if the node has it.
-
-    Args:
-        version: of the driver's program.
-        content: the driver's folder and the task, as Ray's pickle.
-
-    Raises:
-        UserError, RunError: as the task, or a package is not installed on this node.
-    """
-    import ray
-
-    if program_version() != version:
-        return f"another version of this program ({os.path.dirname(mesh_transformer.__file__)})"
-    with requirements():
-        folder, task = ray.cloudpickle.loads(content)
-        with contextlib.suppress(OSError):
-            os.chdir(folder)
-        began = time.monotonic()
-        result = call(task)
-    return time.monotonic() - began, result
-
-
-@functools.cache
 def _remote() -> Any:
     import ray
 
@@ -317,11 +247,13 @@ def _remote() -> Any:
         import platform
 
         try:
-            from mesh_transformer.dataset import tasks
+            import ray
+
+            from mesh_transformer.dataset import worker
         except ImportError as error:
             found: Any = f"not this program ({error})"
         else:
-            found = tasks.call_sent(version, content)
+            found = worker.call_sent(version, content, ray.cloudpickle.loads)
         return f"the Ray node {platform.node()} has {found}" if isinstance(found, str) else found
 
     return ray.remote(num_cpus=1, max_retries=0)(call_in)
@@ -348,20 +280,10 @@ def _result(reference: Any) -> Any:
             raise error.cause from None
         raise
     except RayError as error:
-        raise RunError(f"the Ray cluster has failed: {first_line(error)}; {_AGAIN}") from error
+        raise RunError(f"the Ray cluster has failed: {first_line(error)}; {AGAIN}") from error
     if isinstance(found, str):
         raise UserError(f"{found}: install the program of this node on all nodes, in the same version")
     return found
-
-
-def _of_bucket(error: Exception) -> bool:
-    """Whether a bucket has refused a request, or has not answered."""
-    with contextlib.suppress(ImportError):
-        from google.api_core.exceptions import GoogleAPICallError, RetryError
-        from requests.exceptions import RequestException
-
-        return isinstance(error, (GoogleAPICallError, RetryError, RequestException))
-    return False
 
 
 @contextlib.contextmanager

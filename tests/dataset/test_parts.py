@@ -114,7 +114,8 @@ def test_a_plan_follows_the_input_alone(tmp_path: Path) -> None:
     assert parts == plan(read_inputs([str(tmp_path)]), 300, "text")
     assert [Part(**json.loads(json.dumps(asdict(part)))) for part in parts] == parts
     for part in parts:
-        cut = {".jsonl": f", bytes {part.first:,} to {part.stop - 1:,}", ".parquet": ", row groups 0 to 0"}
+        bounds = f"{part.first:,} to {part.stop - 1:,}"
+        cut = {".jsonl": f", bytes {bounds}", ".parquet": f", row groups {bounds}"}
         assert part.place == part.file + cut.get(Path(part.file).suffix, "")
     sizes = {file.path: file.size for file in inputs[0].files}
     of = {name: [part for part in parts if part.file == str(tmp_path / name)] for name in ("a.jsonl", "b.txt", "d.csv")}

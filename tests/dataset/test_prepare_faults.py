@@ -13,7 +13,8 @@ from support.commands import finish, run, start
 from support.data_sets import hashes, write_corpus
 from support.ray_cluster import RayNodes, ray_cluster
 
-from mesh_transformer.dataset.tasks import OnRay, Task
+from mesh_transformer.dataset.tasks import OnRay
+from mesh_transformer.dataset.worker import Task
 from mesh_transformer.errors import RunError, UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

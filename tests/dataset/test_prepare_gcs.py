@@ -56,7 +56,7 @@ def test_a_part_of_a_bucket_is_read_with_one_request(gcs, corpus, tmp_path):
     reads = [request for request in gcs.requests if request.startswith("GET")]
     assert parts_of(runner) == len(list(corpus.folder.iterdir())) == 5
     # and one request lists the objects
-    assert len(reads) <= 1 + 5 + 3, "\n".join(reads)
+    assert len(reads) == 1 + 5 + 2, "\n".join(reads)
 
 
 @pytest.mark.parametrize(("status", "methods"), [(503, ("GET", "POST", "PUT", "DELETE")), (HALF, ("GET",))])

@@ -11,7 +11,8 @@ import numpy as np
 
 from mesh_transformer.dataset.job import prepare
 from mesh_transformer.dataset.options import Options
-from mesh_transformer.dataset.tasks import InProcess, Runner, Task
+from mesh_transformer.dataset.tasks import InProcess, Runner
+from mesh_transformer.dataset.worker import Task
 from support.loading import read_records
 
 SEQ = 32
