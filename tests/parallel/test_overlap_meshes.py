@@ -7,7 +7,7 @@ from support.covering import sampled
 from support.parity import SMALL, assert_equals_one_device
 from support.replicas import OWN, REPLICAS, sequences_over_tp
 
-from mesh_transformer.train.step import compile_step
+from mesh_transformer.train.step import lower_step
 
 MESHES = {
     "tp8": ["mesh.tp=8"],
@@ -54,5 +54,6 @@ def test_training_with_one_gather_and_one_scatter_equals_one_device(family: str,
 @pytest.mark.parametrize("mesh", REPLICAS)
 def test_a_replica_gathers_and_scatters_its_own_sequences(mesh: str) -> None:
     run = program(TINY, *REPLICAS[mesh], "mesh.shard_activations=true", "model.layers=2", devices=8)
-    compiled = compile_step(run, 1, 4 * OWN)
+    # machine code is not needed
+    compiled = lower_step(run, 1, 4 * OWN).compile(compiler_options={"xla_backend_optimization_level": 0})
     assert sequences_over_tp(compiled.as_text()) == {"all-gather": {OWN}, "reduce-scatter": {OWN}}
