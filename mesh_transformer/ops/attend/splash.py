@@ -22,9 +22,6 @@ from mesh_transformer.parallel.sharding import Partition
 
 # positions of the largest block of queries and of keys; the kernel needs multiples of the second number
 _BLOCK, _LANES = 512, 128
-# with more blocks of keys, the part of dq that the fused backward kernel writes for each of them costs more than a
-# second kernel
-_MOST_PARTS = 4
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
 _HEAD_DIMS = (64, 256)
 _DTYPES = ("bfloat16", "float32")
@@ -234,16 +231,9 @@ class Blocks:
 def _block_sizes(queries: int, keys: int) -> Any:
     """The blocks in which a kernel computes, for numbers of queries and keys on a device."""
     q, k = _largest_block(queries), _largest_block(keys)
-    fused = keys // k <= _MOST_PARTS
-    return _library().BlockSizes(
-        block_q=q,
-        block_kv=k,
-        block_q_dkv=q,
-        block_kv_dkv=k,
-        block_q_dq=None if fused else q,
-        block_kv_dq=None if fused else k,
-        use_fused_bwd_kernel=fused,
-    )
+    # The gradient of q has its own kernel. A fused kernel writes one for each block of keys: on v5e, the sum of four of
+    # them takes longer than the two products that the kernel of its own computes again.
+    return _library().BlockSizes(block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_q_dq=q, block_kv_dq=k)
 
 
 def _mask_name(mask: Mask, window: int | None, queries: int, keys: int) -> str:
