@@ -33,7 +33,14 @@ from mesh_transformer.train.step import TrainProgram, compile_step
 ROOT = Path(__file__).resolve().parents[1]
 ACCUMULATION = 16
 # 4 layers in 2 stages, 2 steps of accumulation of 8 sequences
-PIPELINE = ("model.layers=4", "mesh.pp=2", "mesh.fsdp=2", "mesh.tp=1", "optimizer.gradient_accumulation_steps=2")
+PIPELINE = (
+    "model.layers=4",
+    "mesh.pp=2",
+    "mesh.fsdp=2",
+    "compute.remat=full",
+    "data.per_replica_batch=4",
+    "optimizer.gradient_accumulation_steps=2",
+)
 # positions, dims of a head, heads of queries and of keys of all devices
 LENGTH, WIDTH, HEADS, KEY_HEADS = 2048, 128, 16, 4
 # rows of a device, matrices of experts, input and output dims
