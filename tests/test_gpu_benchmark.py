@@ -69,7 +69,7 @@ class Card:
         self.now, self.started = 8.0, []
         left = self.gpu.measure(self.out, self.device, lambda rows: self.cases, self.start, lambda: self.now)
         assert all(at <= 480 for at, _ in self.started)
-        assert self.now <= 540
+        assert self.now <= 535
         return left, [name for _, name in self.started]
 
 
@@ -148,7 +148,7 @@ def test_a_card_trains_what_fits_it(gpu):
 
 
 def test_peers_alternate_with_the_fastest_of_our_steps(gpu):
-    rates = {"plain save_attn": 5.0, "plain save_matmuls": 7.0, "cudnn save_attn": 6.0}
+    rates = {"plain save_attn": 5.0, "plain save_matmuls": 7.0, "cudnn save_attn": 4.0, "cudnn save_matmuls": 6.0}
     rows = [{"case": f"train 125M {one} 1 x 8", "figure": {"tokens_per_s": rate}} for one, rate in rates.items()]
     plan = gpu.gpu_plan.plan(gpu.Device("NVIDIA H200", "gpu", 136.0, {}), rows)
     peers = [case for case in plan if case.name.startswith("peers train 125M")]
