@@ -38,7 +38,8 @@ from mesh_transformer.config import Config, names, parse_config
 from mesh_transformer.config.schema import GROUPS, VARIANTS
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate.closed_form import GIB, GPU_PRODUCT_SHARE, estimate
+from mesh_transformer.estimate.closed_form import GIB, estimate
+from mesh_transformer.estimate.rates import GPU_PRODUCT_SHARE
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.models.mechanisms import MODULES

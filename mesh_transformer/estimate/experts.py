@@ -12,6 +12,8 @@ from mesh_transformer.spec import Experts
 
 # Arrays of rows that live at once in the backward pass: inputs, outputs, and the gradient of either.
 LIVE_ROWS = 3.0
+# passes over the rows in a layer, forward and backward: to gather and to add them, also in float32
+PASSES = 12.0
 
 
 def experts_of(layer: LayerSizes) -> Experts | None:

@@ -38,6 +38,11 @@ def gpu_devices(name: str) -> Sequence[jax.Device]:
     return [device]
 
 
+def compute_capability(name: str) -> str:
+    """Of a GPU, such as 9.0; empty: it is not known."""
+    return f"{_PROPERTIES[name][0]}.0" if name in _PROPERTIES else ""
+
+
 def _description(gpu: Accelerator) -> str:
     """A `stream_executor.GpuTargetConfigProto` in text."""
     capability, cores, cache, clock = _PROPERTIES[gpu.name]

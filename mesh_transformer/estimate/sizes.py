@@ -9,17 +9,23 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mesh_transformer import platforms
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
-from mesh_transformer.ops.attend import causal
+from mesh_transformer.estimate.gpus import compute_capability
+from mesh_transformer.models.model import KEPT
+from mesh_transformer.ops.attend import causal, kernels
+from mesh_transformer.ops.attend.kernel import Target
 from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism
 from mesh_transformer.spec.arrays import Role
 
 FLOAT32_BYTES = 4
+# positions of a block of queries or keys of a kernel of attention
+KERNEL_BLOCK = 512
 # the axes of the mesh that the closed form has; a search changes them, and keeps the others
 MODELLED = ("dp", "fsdp", "tp")
 
@@ -103,6 +109,8 @@ class StepSizes:
     item_bytes: int
     remat: str
     logits_mib: int
+    # of the layers of each kind, the kernel that computes attention, or kernels.PLAIN
+    kernels: dict[Layer, str]
 
     @classmethod
     def of(cls, config: Config, shape: MeshShape, accelerator: Accelerator) -> "StepSizes":
@@ -118,6 +126,7 @@ class StepSizes:
             item_bytes=2 if compute.dtype == "bfloat16" else FLOAT32_BYTES,
             remat=compute.remat,
             logits_mib=int(compute.logits_mib),
+            kernels=_kernels(config, compute.attention, compute.dtype, accelerator),
         )
 
     @property
@@ -188,6 +197,16 @@ class StepSizes:
         return DeviceGroup(size, stride)
 
 
+def _kernels(config: Config, setting: str, dtype: str, accelerator: Accelerator) -> dict[Layer, str]:
+    if accelerator.is_tpu:
+        target = Target("tpu", accelerator.name)
+    else:
+        target = Target("gpu", compute_capability(accelerator.name))
+    decoder = config.model.decoder()
+    chosen = kernels.of_layers(setting, decoder, target, dtype, config.seq)
+    return {layer.kind: name for layer, name in zip(decoder.layers, chosen, strict=True)}
+
+
 @dataclass(frozen=True)
 class LayerSizes:
     """The quantities of one layer of a kind, all of one device."""
@@ -222,6 +241,11 @@ class LayerSizes:
         return sums["input"] + sums["inner"], sums["output"]
 
     @property
+    def kernel(self) -> str:
+        """The kernel that computes attention, which never writes logits to memory; or kernels.PLAIN."""
+        return self.step.kernels[self.kind]
+
+    @property
     def query_bytes(self) -> float:
         """Bytes of the queries of all heads."""
         key, _ = self.attention.keys_and_values
@@ -252,6 +276,12 @@ class LayerSizes:
         """Logits of attention, as many as ops/attend computes."""
         computed = sum((part.stop - part.start) * part.stop for part in causal.parts(self.step.config.seq))
         return self._queries * computed
+
+    @property
+    def kernel_logits(self) -> float:
+        """Logits of the blocks that a kernel of attention computes. Windows are not considered."""
+        seq = self.step.config.seq
+        return self._queries * seq * (seq + min(KERNEL_BLOCK, seq)) / 2
 
     @functools.cached_property
     def largest_logits(self) -> float:
@@ -326,3 +356,38 @@ class LayerSizes:
         it."""
         *first, last = self.kind.branches
         return [*first, last] if last.post is not None else first
+
+    @functools.cached_property
+    def again(self) -> "Recomputed":
+        """What the backward pass computes again."""
+        return Recomputed.of(self)
+
+
+class Recomputed(NamedTuple):
+    """What the backward pass of a layer computes again."""
+
+    qkv: bool
+    logits: bool
+    mixed: bool
+    out: bool
+    hidden: bool
+    ff_out: bool
+    norms: bool
+    # sums over tensor-parallel shards
+    sums: int
+
+    @classmethod
+    def of(cls, layer: "LayerSizes") -> "Recomputed":
+        if layer.step.remat == "none":
+            return cls(*(False,) * 7, sums=0)
+        kept = KEPT[layer.step.remat]
+        return cls(
+            qkv="qkv" not in kept,
+            logits=True,
+            mixed="attn_out" not in kept,
+            out=layer.needs_output(attention=True),
+            hidden="mlp_hidden" not in kept,
+            ff_out=layer.needs_output(attention=False),
+            norms=True,
+            sums=len(layer.needed),
+        )

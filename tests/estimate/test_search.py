@@ -49,6 +49,15 @@ def test_the_settings_make_the_config(repo):
     assert same.config == _load(repo)
 
 
+def test_experts_recompute(repo):
+    """compute.remat none keeps the rows of all choices and the gathered experts: 0.92 s compiled, against 0.75 s with
+    save_attn (plain attention, v4-64)."""
+    sharded = "mesh.pp=1", "mesh.fsdp=16", "mesh.dp=2", "mesh.tp=1", "data.per_replica_batch=8"
+    config = load_config(str(repo / "configs/moe_1B_A300M.json"), [*sharded, "optimizer.gradient_accumulation_steps=1"])
+    for one in search(config, 32, ACCELERATORS["v4"]).best:
+        assert one.config.compute.remat != "none"
+
+
 def test_overlap_keeps_what_it_needs(repo):
     found = candidates(_load(repo, "mesh.overlap_tp=true"), 8, ACCELERATORS["v5e"])
     assert {one.config.mesh.tp for one in found} == {2, 4, 8}

@@ -14,7 +14,8 @@ from support.families import MODELS
 from mesh_transformer import platforms
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import load_config, parse_config
-from mesh_transformer.estimate.closed_form import GPU_PRODUCT_SHARE, estimate
+from mesh_transformer.estimate.closed_form import estimate
+from mesh_transformer.estimate.rates import GPU_PRODUCT_SHARE
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.models.model import Model
 from mesh_transformer.ops.attend import causal

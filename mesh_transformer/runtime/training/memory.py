@@ -2,6 +2,7 @@
 
 import jax
 
+from mesh_transformer.accelerators import of_device
 from mesh_transformer.estimate import closed_form, sizes
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.session import memory
@@ -25,7 +26,8 @@ def check_training(session: Session, program: TrainProgram) -> None:
     if room is None or jax.process_index() > 0 or sizes.unmodelled(session.config):
         return
     resolved = session.config.model_copy(update={"compute": program.model.compute})
-    uses = closed_form.step_gib(resolved, len(program.partition.mesh.devices.flat))
+    devices = program.partition.mesh.devices.flat
+    uses = closed_form.step_gib(resolved, len(devices), of_device(devices[0].device_kind))
     needed = room.gib_of(uses)
     if needed > room.gib:
         log.warning(
