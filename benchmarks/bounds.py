@@ -73,29 +73,29 @@ ROWS = {
     "v5e-8_tp": Row("v5e-8", (), {}, 2.730),
     # replicas of tensor-parallel devices
     "v3-8": Row(
-        "v3-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 4.21, "mfu": 0.599, "peak_gib": 14.29}, 4.707
+        "v3-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 4.21, "mfu": 0.599, "peak_gib": 14.29}, 4.211
     ),
-    "v5e-8_full": Row("v5e-8", (*FSDP_4_TP_2, "compute.remat=full"), {"step_s": 1.685}, 2.130),
-    "v5e-8": Row("v5e-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 1.587, "mfu": 0.496}, None),
+    "v5e-8_full": Row("v5e-8", (*FSDP_4_TP_2, "compute.remat=full"), {"step_s": 1.685}, None),
+    "v5e-8": Row("v5e-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 1.587, "mfu": 0.496}, 1.530),
     "v4-8": Row(
         "v4-8",
         ("mesh.fsdp=2", "mesh.tp=2", "mesh.overlap_tp=false", "data.per_replica_batch=8", *SPLIT)
         + ("compute.remat=save_attn",),
         {"step_s": 2.269, "mfu": 0.497},
-        None,
+        2.235,
     ),
     "v3-256": Row(
         "v3-256",
         (*V3_256, "mesh.fsdp=8", "mesh.shard_activations=true", "compute.remat=none"),
         {"step_s": 0.657, "mfu": 0.48},
-        3.178,
+        0.656,
     ),
     "v3-512_40B": Row("v3-512", (*GPT_40B, "mesh.fsdp=64", *SPLIT), {"peak_gib": 15.48}, None),
     "v5e-16_llama_8B": Row(
         "v5e-16",
         (*LLAMA_8B, "mesh.fsdp=4", "mesh.tp=4", "data.batch_size=16", "compute.remat=save_matmuls", *SPLIT),
         {"step_s": 1.057, "mfu": 0.475},
-        2.174,
+        None,
         "llama_70M",
     ),
     "v4-64_experts": Row("v4-64", (*EXPERTS, "compute.remat=save_attn"), {"mfu": 0.20}, None, "moe_1B_A300M"),
