@@ -11,6 +11,7 @@ from mesh_transformer.train.step import compile_step
 PER_STEP = "mesh.sum_gradients=per_step"
 MESHES = {
     "dp2_fsdp2_tp2": ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2"],
+    "dp2_fsdp2_tp2_split": ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.shard_activations=true"],
     "dp4_tp2_overlap": ["mesh.dp=4", "mesh.tp=2", "mesh.overlap_tp=true"],
     "dp2_cp2_tp2": ["mesh.dp=2", "mesh.cp=2", "mesh.tp=2"],
     "dp2_fsdp2_cp2_early": ["mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.gather_weights=per_step"],
