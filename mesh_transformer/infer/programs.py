@@ -17,6 +17,7 @@ from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_l
 from mesh_transformer.models.modules import at_position
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import KVCache
+from mesh_transformer.ops.attend.storage import storage
 from mesh_transformer.parallel.sharding import Params, constrain, use
 
 # steps in one call of `generate`
@@ -212,11 +213,17 @@ class SlotPrograms:
         def step(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
             i, slots, drawn = carry
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
-            view = slots.cache.view(slots_B, length, write=live_B)
+            view = slots.cache.view(slots_B, length, write=live_B, copies=copies)
             tokens_BT = slots.token_N[rows_B][:, None]
+            positions_BT = None
+            if copies > 1:
+                tokens_BT = jnp.repeat(tokens_BT, copies, axis=1)
+                positions_BT = jnp.repeat(start_B[:, None], copies, axis=1)
             # without the barrier, XLA for CPU makes a float32 copy of a bfloat16 table before the loop
             embed, tokens_BT = jax.lax.optimization_barrier((params["embed"], tokens_BT))
-            x_BTD, written = self.model.hidden({**params, "embed": embed}, tokens_BT, view, start_B)
+            x_BTD, written = self.model.hidden(
+                {**params, "embed": embed}, tokens_BT, view, start_B, positions_BT=positions_BT
+            )
             logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
             slots = slots._replace(
                 cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B.astype(jnp.int32))
@@ -225,6 +232,8 @@ class SlotPrograms:
             return i + 1, slots, jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
 
         with use(self.partition):
+            # rows of a product for each sequence
+            copies = -(-storage().rows // len(rows_B))
             nothing = no_tokens(len(rows_B))
             drawn = jax.tree.map(lambda x: jnp.zeros((MAX_STEPS, *x.shape), x.dtype), nothing)
             carry = jnp.int32(0), slots, drawn

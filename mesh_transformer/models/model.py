@@ -223,7 +223,7 @@ class Model:
 
     def map_cache(self, function: Callable[[jax.Array, Axes], Any], cache: KVCache) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array."""
-        return cache.map(self._cache_entries, function)
+        return cache.map(function)
 
     def apply(
         self,

@@ -16,16 +16,15 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
+from mesh_transformer.ops.attend.storage import Group, Segment, axes_of, capacity, storage, with_copies
 from mesh_transformer.spec import Axes, CacheEntry
 
 # Positions of the first segment.
 SHORTEST_SEGMENT = 256
 Entries = tuple[CacheEntry, ...]
-Segment = tuple[jax.Array, ...]
-"""The cache of consecutive positions: one array (L, N, J, S, K) for each `CacheEntry` of the attention."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["group_of"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["group_of", "entries"])
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """The cache of every layer, slot and position.
@@ -38,9 +37,11 @@ class KVCache:
     layers with a window can use one (`ring_length`).
     """
 
-    groups: tuple[tuple[Segment, ...], ...]
+    groups: tuple[Group, ...]
     # L numbers: the group of each layer; the layers of a group stand in it in their order
     group_of: tuple[int, ...]
+    # of each group
+    entries: tuple[Entries, ...]
 
     @classmethod
     def zeros(
@@ -51,7 +52,7 @@ class KVCache:
         If `stacked`, the layers of one length and of equal entries share their arrays, else each layer has its own.
         """
 
-        def group(layers: int, length: int, entries: Entries) -> tuple[Segment, ...]:
+        def group(layers: int, length: int, entries: Entries) -> Group:
             ends = segment_ends(length)
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             shapes = [[(layers, slots, e.heads, size, e.width) for e in entries] for size in sizes]
@@ -59,37 +60,35 @@ class KVCache:
 
         layers = list(zip(lengths, entries, strict=True))
         if not stacked:
-            return cls(tuple(group(1, *one) for one in layers), tuple(range(len(layers))))
+            return cls(tuple(group(1, *one) for one in layers), tuple(range(len(layers))), tuple(entries))
         distinct = list(dict.fromkeys(layers))
-        return cls(tuple(group(layers.count(one), *one) for one in distinct), tuple(map(distinct.index, layers)))
+        groups = tuple(group(layers.count(one), *one) for one in distinct)
+        return cls(groups, tuple(map(distinct.index, layers)), tuple(entries for _, entries in distinct))
 
-    def map(self, entries: Sequence[Entries], function: Callable[[jax.Array, Axes], Any]) -> KVCache:
-        """The cache with function(array, names of its dimensions) in place of each array; the `entries` of each layer
-        give the names."""
-        of_group = dict(zip(self.group_of, entries, strict=True))
+    def map(self, function: Callable[[jax.Array, Axes], Any]) -> KVCache:
+        """The cache with function(array, names of its dimensions) in place of each array."""
         groups = []
-        for number, group in enumerate(self.groups):
-            names = [(None, None, entry.name, None, None) for entry in of_group[number]]
+        for group, entries in zip(self.groups, self.entries, strict=True):
+            names = [axes_of(entry.name) for entry in entries]
             groups.append(tuple(tuple(map(function, segment, names)) for segment in group))
         return dataclasses.replace(self, groups=tuple(groups))
 
-    def view(self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True) -> CacheView:
+    def view(
+        self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True, *, copies: int = 1
+    ) -> CacheView:
         """A view of some slots (None: all) and of positions 0 .. length - 1.
 
-        `write`, (B,) booleans or one boolean, says which slots may change.
+        Args:
+            write: (B,) booleans or one boolean: which slots may change.
+            copies: how often each position stands in a call, one after the other.
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
-        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length)
+        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length, copies)
 
     @property
     def n_slots(self) -> int:
         """N."""
         return self.groups[0][0][0].shape[1]
-
-
-def _capacity(group: tuple[Segment, ...]) -> int:
-    """The positions that a group holds."""
-    return sum(segment[0].shape[3] for segment in group)
 
 
 def ring_length(context: int, window: int | None, longest_chunk: int) -> int:
@@ -225,6 +224,10 @@ def _attend(
     """softmax(logits) v. The division by the sum comes last, on K numbers for each query instead of S."""
     shared = q_BTHK.shape[2] // keys[0][0].shape[1]
     q_BTHK = fold_heads(q_BTHK, shared)
+    rows = q_BTHK.shape[1]
+    q_BTHK = with_copies(q_BTHK, axis=1)
+    if bias_BHTS is not None:
+        bias_BHTS = with_copies(bias_BHTS, axis=2)
     logits_BHTS = attention_logits(q_BTHK, [part[0] for part in keys], mask_B1TS, bias_BHTS, scale, softcap)
     exp_BHTS = jnp.exp(logits_BHTS - logits_BHTS.max(-1, keepdims=True))
     total_BHT1 = exp_BHTS.sum(-1, keepdims=True)
@@ -235,11 +238,13 @@ def _attend(
         stop = start + v_BHSK.shape[2]
         mixed_BHTK += jnp.matmul(weights_BHTS[..., start:stop], v_BHSK, preferred_element_type=jnp.float32)
         start = stop
+    if mixed_BHTK.shape[2] > rows:
+        mixed_BHTK, total_BHT1 = mixed_BHTK[:, :, :rows], total_BHT1[:, :, :rows]
     return unfold_heads(rearrange((mixed_BHTK / total_BHT1).astype(q_BTHK.dtype), "b h t k -> b t h k"), shared)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length"]
+    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length", "copies"]
 )
 @dataclasses.dataclass(frozen=True)
 class CacheView:
@@ -256,36 +261,23 @@ class CacheView:
     # int32: the slots to read; None: all, in order
     slots_B: jax.Array | None
     length: int
+    copies: int = 1
 
     @property
     def capacity(self) -> int:
         """S: the positions that the group holds."""
         (group,) = self.cache.groups
-        return _capacity(group)
+        return capacity(group)
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
         """See `KeyValueView`. In place if the cache is donated; positions from `length` on may be dropped."""
-        written_B = self.written_B
         if self.length > self.capacity:
             positions_BT = positions_BT % self.capacity
-        # XLA for CPU turns a scatter of one element into slices, for which it copies the cache.
-        if positions_BT.size == 1:
-            written_B = jnp.concatenate([written_B, jnp.full_like(written_B, self.cache.n_slots)])
-            positions_BT, new = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), (positions_BT, new))
+        if self.copies > 1:
+            positions_BT, *new = (x[:, :: self.copies] for x in (positions_BT, *new))
         (group,) = self.cache.groups
-        segments, start = list(group), 0
-        for i, segment in enumerate(segments):
-            size = segment[0].shape[3]
-            if start < self.length:
-                inside = (positions_BT >= start) & (positions_BT < start + size)
-                # an index beyond the last position is dropped
-                at = jnp.where(inside, positions_BT - start, size)
-                where = (layer, written_B[:, None], slice(None), at)
-                segments[i] = tuple(
-                    old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in zip(segment, new, strict=True)
-                )
-            start += size
-        return self._of(tuple(segments))
+        written = storage().write(group, self._names, layer, self.written_B, positions_BT, new, self.length)
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=(written,)))
 
     def read(self, layer: jax.Array | int) -> list[Segment]:
         """See `KeyValueView`."""
@@ -295,8 +287,8 @@ class CacheView:
             if left <= 0:
                 break
             size = min(left, segment[0].shape[3])
-            arrays = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size] for x in segment)
-            found.append(tuple(x if self.slots_B is None else x[self.slots_B] for x in arrays))
+            arrays = zip(segment, self._names, strict=True)
+            found.append(tuple(storage().read(x, name, layer, self.slots_B, size) for x, name in arrays))
             left -= size
         return found
 
@@ -313,7 +305,7 @@ class CacheView:
     def split(self, layers: int) -> tuple[list[CacheView], Sequence[int]]:
         """See `KeyValueView`: a view of each group."""
         assert len(self.cache.group_of) == layers
-        return [self._of(group) for group in self.cache.groups], self.cache.group_of
+        return list(map(self._of, self.cache.groups, self.cache.entries)), self.cache.group_of
 
     def joined(self, views: Sequence[CacheView]) -> CacheView:
         """See `KeyValueView`."""
@@ -322,9 +314,15 @@ class CacheView:
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
         """See `KeyValueView`. Not of a ring, where they depend on the query."""
-        assert all(self.length <= _capacity(group) for group in self.cache.groups)
+        assert all(self.length <= capacity(group) for group in self.cache.groups)
         return jnp.arange(self.length)[None]
 
-    def _of(self, group: tuple[Segment, ...]) -> CacheView:
+    def _of(self, group: Group, entries: Entries) -> CacheView:
         """A view of one group."""
-        return dataclasses.replace(self, cache=KVCache((group,), (0,) * group[0][0].shape[0]))
+        return dataclasses.replace(self, cache=KVCache((group,), (0,) * group[0][0].shape[0], (entries,)))
+
+    @property
+    def _names(self) -> list[str | None]:
+        """The names of the heads of each entry."""
+        (entries,) = self.cache.entries
+        return [entry.name for entry in entries]

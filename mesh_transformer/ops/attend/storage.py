@@ -1,0 +1,215 @@
+"""How a platform writes the arrays of a cache, reads a layer of them, and multiplies the entries by few queries.
+
+Every kind of cache (keys and values, latents, rings) has arrays (L, N, J, S, K) and uses them through `storage()`.
+
+Shapes: L layers, N slots of a cache, B slots of one call, T positions, S positions of a segment, J heads, K dims of a
+head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from mesh_transformer.parallel.sharding import active, platform
+from mesh_transformer.spec import Axes
+
+Segment = tuple[jax.Array, ...]
+"""The cache of consecutive positions: one array (L, N, J, S, K) for each `CacheEntry` of the attention."""
+Group = tuple[Segment, ...]
+"""The segments of layers that hold equally many positions, in the order of the positions."""
+# dimensions of an array
+SLOT, HEADS, POSITION = 1, 2, 3
+
+
+def capacity(group: Group) -> int:
+    """The positions that a group holds."""
+    return sum(segment[0].shape[POSITION] for segment in group)
+
+
+def axes_of(name: str | None) -> Axes:
+    """The names of the dimensions of an array, of which the heads are `name`."""
+    return None, None, name, None, None
+
+
+class Storage(Protocol):
+    """What a platform does with the arrays of a group."""
+
+    rows: ClassVar[int]
+    """The fewest rows of a product. Rows that stand in for missing ones are copies, whose results are not used."""
+
+    def write(
+        self,
+        group: Group,
+        names: Sequence[str | None],
+        layer: jax.Array | int,
+        slots_B: jax.Array,
+        positions_BT: jax.Array,
+        new: Sequence[jax.Array],
+        length: int,
+    ) -> Group:
+        """The group with the entries of one layer at these positions, (B, T, J, K) each, stored.
+
+        Args:
+            names: of the heads of each entry.
+            slots_B: int32; a slot beyond the last is not written.
+            positions_BT: int32, consecutive, or consecutive modulo the capacity if that is less than `length`.
+            length: positions from here on may be dropped, if the group holds more.
+        """
+
+    def read(
+        self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
+    ) -> jax.Array:
+        """The first `size` positions of one layer: (B, J, size, K). slots_B None: all slots."""
+
+
+class Scattered:
+    """The storage of CPU and GPU: XLA decides how an array lies in memory, and a scatter writes it."""
+
+    rows = 1
+
+    def write(
+        self,
+        group: Group,
+        names: Sequence[str | None],
+        layer: jax.Array | int,
+        slots_B: jax.Array,
+        positions_BT: jax.Array,
+        new: Sequence[jax.Array],
+        length: int,
+    ) -> Group:
+        """See `Storage`."""
+        # XLA for CPU turns a scatter of one element into slices, for which it copies the cache.
+        if positions_BT.size == 1:
+            slots_B = jnp.concatenate([slots_B, jnp.full_like(slots_B, group[0][0].shape[SLOT])])
+            positions_BT, new = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), (positions_BT, tuple(new)))
+        segments, start = list(group), 0
+        for i, segment in enumerate(segments):
+            size = segment[0].shape[POSITION]
+            if start < length:
+                inside = (positions_BT >= start) & (positions_BT < start + size)
+                # an index beyond the last position is dropped
+                at = jnp.where(inside, positions_BT - start, size)
+                where = (layer, slots_B[:, None], slice(None), at)
+                segments[i] = tuple(
+                    old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in zip(segment, new, strict=True)
+                )
+            start += size
+        return tuple(segments)
+
+    def read(
+        self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
+    ) -> jax.Array:
+        """See `Storage`."""
+        x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size]
+        return x if slots_B is None else x[slots_B]
+
+
+class Tiled:
+    """The storage of TPUs: positions and K are the two dimensions whose tiles the chip loads.
+
+    libtpu lets the operations choose. The scatter of `Scattered` writes all heads of a position, so that heads and K
+    would be tiled. A device's few heads then fill a part of each tile, and to read a layer takes up to 12 times its
+    bytes. So each sequence is written by a slice, and the order of the dimensions is fixed (`_pinned`).
+
+    A product of a few rows would be computed without the matrix unit: there are at least 8.
+    """
+
+    rows = 8
+
+    def write(
+        self,
+        group: Group,
+        names: Sequence[str | None],
+        layer: jax.Array | int,
+        slots_B: jax.Array,
+        positions_BT: jax.Array,
+        new: Sequence[jax.Array],
+        length: int,
+    ) -> Group:
+        """See `Storage`."""
+        ring, several = length > capacity(group), positions_BT.shape[1] > 1
+        # a chunk that begins before the end of a ring continues at its start
+        laps = (0, capacity(group)) if ring and several else (0,)
+        segments, start = [], 0
+        for segment in group:
+            if start < length:
+                written = []
+                for old, name, x in zip(segment, names, new, strict=True):
+                    old = _pinned(old, name)
+                    for lap in laps:
+                        old = _placed(old, layer, slots_B, positions_BT[:, 0] - (start + lap), x.astype(old.dtype))
+                    written.append(_pinned(old, name))
+                segment = tuple(written)
+            segments.append(segment)
+            start += segment[0].shape[POSITION]
+        return tuple(segments)
+
+    def read(
+        self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
+    ) -> jax.Array:
+        """See `Storage`."""
+        x = _pinned(x, name)
+        if slots_B is None:
+            return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size]
+        shape = (1, 1, x.shape[HEADS], size, x.shape[-1])
+        slots = [jax.lax.dynamic_slice(x, (layer, slot, 0, 0, 0), shape)[0] for slot in slots_B]
+        return jnp.concatenate(slots)
+
+
+def _placed(
+    old: jax.Array, layer: jax.Array | int, slots_B: jax.Array, starts_B: jax.Array, new_BTJK: jax.Array
+) -> jax.Array:
+    """The array with T new positions of each sequence, from index `starts_B` on. Indices outside are left out."""
+    slots, heads, size, width = old.shape[1:]
+    length = new_BTJK.shape[1]
+    some = min(length, size)
+    for slot, start, new_TJK in zip(slots_B, starts_B, new_BTJK, strict=True):
+        first = jnp.clip(start, 0, size - some)
+        place = layer, slot, 0, first, 0
+        kept = jax.lax.dynamic_slice(old, place, (1, 1, heads, some, width))
+        # the row of `new` that stands at index `first`
+        row = first - start
+        rows = row + jnp.arange(some)
+        inside = (rows >= 0) & (rows < length) & (slot < slots)
+        new_JTK = new_TJK.swapaxes(0, 1)
+        if length > 1:
+            padded = jnp.pad(new_JTK, ((0, 0), (some, some), (0, 0)))
+            new_JTK = jax.lax.dynamic_slice_in_dim(padded, row + some, some, axis=1)
+        old = jax.lax.dynamic_update_slice(old, jnp.where(inside[:, None], new_JTK, kept), place)
+    return old
+
+
+def _pinned(x: jax.Array, name: str | None) -> jax.Array:
+    """The array, whose dimensions lie in memory in their order.
+
+    The constraint stands in a `shard_map`: the partitioner would gather the heads for it.
+    """
+    fix = functools.partial(with_layout_constraint, layout=Layout(tuple(range(x.ndim))))
+    partition = active()
+    if partition is None:
+        return fix(x)
+    spec = partition.spec(axes_of(name))
+    return jax.shard_map(fix, mesh=partition.current_mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
+_STORAGES: dict[str, Storage] = {"tpu": Tiled()}
+
+
+def storage() -> Storage:
+    """The storage of the platform for which code is traced now."""
+    return _STORAGES.get(platform(), Scattered())
+
+
+def with_copies(x: jax.Array, axis: int) -> jax.Array:
+    """The array with its rows along an axis repeated as a whole, until a product has the fewest that it needs."""
+    times = -(-storage().rows // x.shape[axis])
+    if times == 1:
+        return x
+    # without the barrier, XLA computes the product of one copy
+    return jax.lax.optimization_barrier(jnp.concatenate([x] * times, axis=axis))
