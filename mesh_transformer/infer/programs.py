@@ -16,7 +16,8 @@ from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, O
 from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_likely, penalise, sample
 from mesh_transformer.models.modules import at_position
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.ops.attend.cached import KVCache
+from mesh_transformer.ops.attend.cached import KeyValueView, KVCache
+from mesh_transformer.ops.attend.late import LateView
 from mesh_transformer.ops.attend.storage import storage
 from mesh_transformer.parallel.sharding import Params, constrain, use
 
@@ -141,7 +142,8 @@ class SlotPrograms:
         whole: Any = self.partition.sharding()
 
         def none() -> Slots:
-            cache = self.model.new_cache(n_slots, context, longest_chunk=longest_chunk, stacked=stacked)
+            with use(self.partition):
+                cache = self.model.new_cache(n_slots, context, longest_chunk=longest_chunk, stacked=stacked)
             return empty(cache, n_slots, context, self.model.decoder.padded_vocab)
 
         abstract = jax.eval_shape(none)
@@ -213,12 +215,12 @@ class SlotPrograms:
         def step(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
             i, slots, drawn = carry
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
-            view = slots.cache.view(slots_B, length, write=live_B, copies=copies)
-            tokens_BT = slots.token_N[rows_B][:, None]
-            positions_BT = None
+            view: KeyValueView = slots.cache.view(slots_B, length, write=live_B)
+            tokens_BT, positions_BT = slots.token_N[rows_B][:, None], None
+            if stored.late:
+                view = LateView.of(view, start_B)
             if copies > 1:
-                tokens_BT = jnp.repeat(tokens_BT, copies, axis=1)
-                positions_BT = jnp.repeat(start_B[:, None], copies, axis=1)
+                tokens_BT, positions_BT = (jnp.repeat(x, copies, axis=1) for x in (tokens_BT, start_B[:, None]))
             # without the barrier, XLA for CPU makes a float32 copy of a bfloat16 table before the loop
             embed, tokens_BT = jax.lax.optimization_barrier((params["embed"], tokens_BT))
             x_BTD, written = self.model.hidden(
@@ -232,8 +234,9 @@ class SlotPrograms:
             return i + 1, slots, jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
 
         with use(self.partition):
+            stored = storage()
             # rows of a product for each sequence
-            copies = -(-storage().rows // len(rows_B))
+            copies = -(-stored.rows // len(rows_B))
             nothing = no_tokens(len(rows_B))
             drawn = jax.tree.map(lambda x: jnp.zeros((MAX_STEPS, *x.shape), x.dtype), nothing)
             carry = jnp.int32(0), slots, drawn

@@ -6,6 +6,8 @@ latent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,7 @@ class SelfAttention:
 
     def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
         a = self.attention
+        q, k, v = _products(ctx, q, k, v)
         if a.qk_norm_whole:
             q, k = self._normed(q, k)
         q, k, v = self._heads(q, "heads"), self._heads(k, a.kv_name), self._heads(v, a.kv_name)
@@ -189,6 +192,7 @@ class LatentAttention(FromLatents):
         a = self.attention
         if a.q_rank is not None:
             (q,) = columns(self.q_norm(q), [self.q_b])
+        (q,) = _products(ctx, q)
         q_pass, q_rotated = jnp.split(self._heads(q), [a.nope_dims], axis=-1)
         latent, k_rotated = jnp.split(latent, [a.kv_rank], axis=-1)
         latent, k_rotated = self.kv_norm(latent), k_rotated[:, :, None]
@@ -217,7 +221,7 @@ class JointLatentAttention(FromLatents):
 
     def __call__(self, q_latent: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
         with jax.named_scope(self.name):
-            q_pass = self._heads(*columns(ctx.queries(q_latent), [self.q_b]))
+            q_pass = self._heads(*_products(ctx, *columns(ctx.queries(q_latent), [self.q_b])))
             q_rotated, k_rotated = q_pass[..., :0], latent[:, :, None, :0]
             if self.attention.positions and isinstance(ctx.positions, Rotation):
                 both = jnp.concatenate([latent, q_latent], axis=-1)
@@ -231,6 +235,11 @@ class JointLatentAttention(FromLatents):
         (k,) = columns(both, [self.k_r])
         of_heads = Rotation(*(rearrange(ctx.queries(x), "b t (h r) -> b t h r", h=heads) for x in angles))
         return rotate(q, of_heads, style), rotate(k[:, :, None], Rotation(*(x[..., ::heads] for x in angles)), style)
+
+
+def _products(ctx: Context, *products: jax.Array) -> Sequence[jax.Array]:
+    """Products of weights, before they are divided into heads."""
+    return ctx.attend.products(*products) if isinstance(ctx.attend, Cached) else products
 
 
 class HeadMatrices(hk.Module):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
@@ -29,8 +30,10 @@ Entries = tuple[CacheEntry, ...]
 class KVCache:
     """The cache of every layer, slot and position.
 
-    XLA copies a slice of an array before it multiplies the slice. So that programs read whole arrays, the positions are
-    divided into segments that end at 256, 512, 1024 ..., and layers that are not stacked are groups of one layer.
+    Where XLA copies a slice of an array before it multiplies the slice (`Storage.copies_slices`), the positions are
+    divided into segments that end at 256, 512, 1024 ..., so that programs read whole arrays. Layers that are not
+    stacked are groups of one layer.
+
     A slot's entries are valid up to the position that was written last. Later entries are never read.
 
     A group that holds fewer positions than the context is a ring buffer: position p stands at index p mod S. Only
@@ -53,7 +56,7 @@ class KVCache:
         """
 
         def group(layers: int, length: int, entries: Entries) -> Group:
-            ends = segment_ends(length)
+            ends = segment_ends(length) if storage().copies_slices else [length]
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             shapes = [[(layers, slots, e.heads, size, e.width) for e in entries] for size in sizes]
             return tuple(tuple(jnp.zeros(shape, dtype) for shape in segment) for segment in shapes)
@@ -73,17 +76,13 @@ class KVCache:
             groups.append(tuple(tuple(map(function, segment, names)) for segment in group))
         return dataclasses.replace(self, groups=tuple(groups))
 
-    def view(
-        self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True, *, copies: int = 1
-    ) -> CacheView:
+    def view(self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True) -> CacheView:
         """A view of some slots (None: all) and of positions 0 .. length - 1.
 
-        Args:
-            write: (B,) booleans or one boolean: which slots may change.
-            copies: how often each position stands in a call, one after the other.
+        `write`, (B,) booleans or one boolean, says which slots may change.
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
-        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length, copies)
+        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length)
 
     @property
     def n_slots(self) -> int:
@@ -117,12 +116,17 @@ class KeyValueView(Protocol):
     """Whether latent attention writes its latents, not keys and values of all heads."""
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
+    separate: ClassVar[bool]
+    """Whether the logits of the parts stay apart: to join a long part and a short one takes a copy of both."""
 
-    def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> Self:
-        """The view with the entries of one layer at these positions, (B, T, J, K) each, stored."""
+    def hold(
+        self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
+    ) -> tuple[Self, Sequence[Sequence[jax.Array]]]:
+        """Store the entries of one layer at these positions, (B, T, J, K) each.
 
-    def read(self, layer: jax.Array | int) -> Sequence[Sequence[jax.Array]]:
-        """The entries of one layer: for consecutive parts of the positions, the arrays (B, J, S, K)."""
+        Returns the view that has them, and all entries of the layer: for consecutive parts of the positions, the arrays
+        (B, J, S, K).
+        """
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """(B, 1, T, S) booleans: whether the query at each position sees each key."""
@@ -171,9 +175,14 @@ class Cached:
 
     def hold(self, *new: jax.Array) -> Sequence[Sequence[jax.Array]]:
         """Write the entries of `positions_BT`, (B, T, J, K) each. Returns all entries of the layer, as
-        `KeyValueView.read` does."""
-        self.view = self.view.write(self.layer, self.positions_BT, *new)
-        return self.view.read(self.layer)
+        `KeyValueView.hold` does."""
+        self.view, entries = self.view.hold(self.layer, self.positions_BT, *new)
+        return entries
+
+    @staticmethod
+    def products(*products: jax.Array) -> Sequence[jax.Array]:
+        """Products of weights that become queries, keys or values, (B, T, F) each: see `Storage.products`."""
+        return storage().products(products)
 
     def attend(
         self,
@@ -187,7 +196,7 @@ class Cached:
         """Attention to the entries that `hold` returned, or to keys and values that are made from them: for each part
         (B, J, S, K) and (B, J, S, V), or one array that is both."""
         mask_B1TS = self.view.mask(self.query_positions_BT, window)
-        attend = _attend_triangular if self.view.triangular else _attend
+        attend = _attend_parts if self.view.separate else _attend_triangular if self.view.triangular else _attend
         return attend(q_BTHK, keys, mask_B1TS, self.bias_BHTS, scale, softcap)
 
 
@@ -224,10 +233,6 @@ def _attend(
     """softmax(logits) v. The division by the sum comes last, on K numbers for each query instead of S."""
     shared = q_BTHK.shape[2] // keys[0][0].shape[1]
     q_BTHK = fold_heads(q_BTHK, shared)
-    rows = q_BTHK.shape[1]
-    q_BTHK = with_copies(q_BTHK, axis=1)
-    if bias_BHTS is not None:
-        bias_BHTS = with_copies(bias_BHTS, axis=2)
     logits_BHTS = attention_logits(q_BTHK, [part[0] for part in keys], mask_B1TS, bias_BHTS, scale, softcap)
     exp_BHTS = jnp.exp(logits_BHTS - logits_BHTS.max(-1, keepdims=True))
     total_BHT1 = exp_BHTS.sum(-1, keepdims=True)
@@ -238,13 +243,43 @@ def _attend(
         stop = start + v_BHSK.shape[2]
         mixed_BHTK += jnp.matmul(weights_BHTS[..., start:stop], v_BHSK, preferred_element_type=jnp.float32)
         start = stop
-    if mixed_BHTK.shape[2] > rows:
-        mixed_BHTK, total_BHT1 = mixed_BHTK[:, :, :rows], total_BHT1[:, :, :rows]
     return unfold_heads(rearrange((mixed_BHTK / total_BHT1).astype(q_BTHK.dtype), "b h t k -> b t h k"), shared)
 
 
+def _attend_parts(
+    q_BTHK: jax.Array,
+    keys: Sequence[Sequence[jax.Array]],
+    mask_B1TS: jax.Array,
+    bias_BHTS: jax.Array | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """`_attend`, part by part, with at least as many rows as a product needs."""
+    shared = q_BTHK.shape[2] // keys[0][0].shape[1]
+    folded = fold_heads(q_BTHK, shared)
+    rows = folded.shape[1]
+    q = with_copies(folded, axis=1)
+    if bias_BHTS is not None:
+        bias_BHTS = with_copies(bias_BHTS, axis=2)
+    ends = np.cumsum([part[0].shape[2] for part in keys])
+    logits = []
+    for part, stop in zip(keys, ends, strict=True):
+        seen = slice(stop - part[0].shape[2], stop)
+        bias = None if bias_BHTS is None else bias_BHTS[..., seen]
+        logits.append(attention_logits(q, part[:1], mask_B1TS[..., seen], bias, scale, softcap))
+    top_BHT1 = functools.reduce(jnp.maximum, (one.max(-1, keepdims=True) for one in logits))
+    exps = [jnp.exp(one - top_BHT1) for one in logits]
+    total_BHT1 = functools.reduce(jnp.add, (exp.sum(-1, keepdims=True) for exp in exps))
+    products = (
+        jnp.matmul(exp.astype(q.dtype), part[-1], preferred_element_type=jnp.float32)
+        for exp, part in zip(exps, keys, strict=True)
+    )
+    mixed_BHTK = functools.reduce(jnp.add, products) / total_BHT1
+    return unfold_heads(rearrange(mixed_BHTK[:, :, :rows].astype(q.dtype), "b h t k -> b t h k"), shared)
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length", "copies"]
+    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length"]
 )
 @dataclasses.dataclass(frozen=True)
 class CacheView:
@@ -255,13 +290,13 @@ class CacheView:
 
     latent: ClassVar[bool] = True
     triangular: ClassVar[bool] = False
+    separate: ClassVar[bool] = False
     cache: KVCache
     # int32: the slots to write; a slot beyond the last is not written
     written_B: jax.Array
     # int32: the slots to read; None: all, in order
     slots_B: jax.Array | None
     length: int
-    copies: int = 1
 
     @property
     def capacity(self) -> int:
@@ -270,24 +305,28 @@ class CacheView:
         return capacity(group)
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
-        """See `KeyValueView`. In place if the cache is donated; positions from `length` on may be dropped."""
+        """The view with these entries, as `hold` stores them. In place if the cache is donated; positions from `length`
+        on may be dropped."""
         if self.length > self.capacity:
             positions_BT = positions_BT % self.capacity
-        if self.copies > 1:
-            positions_BT, *new = (x[:, :: self.copies] for x in (positions_BT, *new))
         (group,) = self.cache.groups
-        written = storage().write(group, self._names, layer, self.written_B, positions_BT, new, self.length)
+        written = storage().write(group, self.names, layer, self.written_B, positions_BT, new, self.length)
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=(written,)))
 
-    def read(self, layer: jax.Array | int) -> list[Segment]:
+    def hold(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[CacheView, list[Segment]]:
         """See `KeyValueView`."""
+        view = self.write(layer, positions_BT, *new)
+        return view, view.read(layer)
+
+    def read(self, layer: jax.Array | int) -> list[Segment]:
+        """The entries of one layer, as `hold` returns them."""
         (group,) = self.cache.groups
         found, left = [], self.length
         for segment in group:
             if left <= 0:
                 break
             size = min(left, segment[0].shape[3])
-            arrays = zip(segment, self._names, strict=True)
+            arrays = zip(segment, self.names, strict=True)
             found.append(tuple(storage().read(x, name, layer, self.slots_B, size) for x, name in arrays))
             left -= size
         return found
@@ -322,7 +361,7 @@ class CacheView:
         return dataclasses.replace(self, cache=KVCache((group,), (0,) * group[0][0].shape[0], (entries,)))
 
     @property
-    def _names(self) -> list[str | None]:
+    def names(self) -> list[str | None]:
         """The names of the heads of each entry."""
         (entries,) = self.cache.entries
         return [entry.name for entry in entries]

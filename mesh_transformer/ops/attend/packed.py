@@ -30,6 +30,7 @@ class PackedView:
 
     latent: ClassVar[bool] = False
     triangular: ClassVar[bool] = True
+    separate: ClassVar[bool] = False
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
     # keys and values of the layer that was written last, for each group of layers with equal entries
     groups: tuple[tuple[jax.Array, ...], ...]
@@ -43,14 +44,11 @@ class PackedView:
         groups = tuple(tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in one) for one in distinct)
         return cls(ends_BT, groups, tuple(map(distinct.index, entries)))
 
-    def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> PackedView:
-        """The view with the keys and values of this layer in place of the previous layer's."""
-        return dataclasses.replace(self, groups=(new,))
-
-    def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, ...]]:
-        """The row's own keys and values, in one part."""
-        (kept,) = self.groups
-        return [tuple(rearrange(x, "b t h k -> b h t k") for x in kept)]
+    def hold(
+        self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
+    ) -> tuple[PackedView, list[tuple[jax.Array, ...]]]:
+        """The view with the keys and values of this layer in place of the previous layer's, and these, in one part."""
+        return dataclasses.replace(self, groups=(new,)), [tuple(rearrange(x, "b t h k -> b h t k") for x in new)]
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """(B, 1, T, T) booleans: the tokens of the row that each token sees.

@@ -8,7 +8,6 @@ head.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
@@ -40,6 +39,10 @@ def axes_of(name: str | None) -> Axes:
 class Storage(Protocol):
     """What a platform does with the arrays of a group."""
 
+    copies_slices: ClassVar[bool]
+    """Whether XLA copies a slice of an array before it multiplies the slice."""
+    late: ClassVar[bool]
+    """Whether a step of decoding writes the entries of all layers after the last layer, not each layer its own."""
     rows: ClassVar[int]
     """The fewest rows of a product. Rows that stand in for missing ones are copies, whose results are not used."""
 
@@ -67,11 +70,16 @@ class Storage(Protocol):
     ) -> jax.Array:
         """The first `size` positions of one layer: (B, J, size, K). slots_B None: all slots."""
 
+    def products(self, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Products of weights, (B, T, J K) each, before they are divided into heads."""
+
 
 class Scattered:
     """The storage of CPU and GPU: XLA decides how an array lies in memory, and a scatter writes it."""
 
-    rows = 1
+    copies_slices: ClassVar[bool] = True
+    late: ClassVar[bool] = False
+    rows: ClassVar[int] = 1
 
     def write(
         self,
@@ -109,6 +117,10 @@ class Scattered:
         x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size]
         return x if slots_B is None else x[slots_B]
 
+    def products(self, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """See `Storage`."""
+        return products
+
 
 class Tiled:
     """The storage of TPUs: positions and K are the two dimensions whose tiles the chip loads.
@@ -120,7 +132,9 @@ class Tiled:
     A product of a few rows would be computed without the matrix unit: there are at least 8.
     """
 
-    rows = 8
+    copies_slices: ClassVar[bool] = False
+    late: ClassVar[bool] = True
+    rows: ClassVar[int] = 8
 
     def write(
         self,
@@ -133,6 +147,19 @@ class Tiled:
         length: int,
     ) -> Group:
         """See `Storage`."""
+        return self.write_layers(group, names, layer, slots_B, positions_BT, [x[None] for x in new], length)
+
+    def write_layers(
+        self,
+        group: Group,
+        names: Sequence[str | None],
+        layer: jax.Array | int,
+        slots_B: jax.Array,
+        positions_BT: jax.Array,
+        new: Sequence[jax.Array],
+        length: int,
+    ) -> Group:
+        """`write` for consecutive layers, the first of which is `layer`: `new` is (layers, B, T, J, K) each."""
         ring, several = length > capacity(group), positions_BT.shape[1] > 1
         # a chunk that begins before the end of a ring continues at its start
         laps = (0, capacity(group)) if ring and several else (0,)
@@ -141,10 +168,11 @@ class Tiled:
             if start < length:
                 written = []
                 for old, name, x in zip(segment, names, new, strict=True):
-                    old = _pinned(old, name)
+                    changed = _pinned(old, name)
                     for lap in laps:
-                        old = _placed(old, layer, slots_B, positions_BT[:, 0] - (start + lap), x.astype(old.dtype))
-                    written.append(_pinned(old, name))
+                        starts_B = positions_BT[:, 0] - (start + lap)
+                        changed = _placed(changed, layer, slots_B, starts_B, x.astype(old.dtype))
+                    written.append(_pinned(changed, name))
                 segment = tuple(written)
             segments.append(segment)
             start += segment[0].shape[POSITION]
@@ -161,27 +189,32 @@ class Tiled:
         slots = [jax.lax.dynamic_slice(x, (layer, slot, 0, 0, 0), shape)[0] for slot in slots_B]
         return jnp.concatenate(slots)
 
+    def products(self, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """See `Storage`. Without the barrier, libtpu divides the weights into heads, and copies them out of their stack
+        for it."""
+        return jax.lax.optimization_barrier(tuple(products))
+
 
 def _placed(
-    old: jax.Array, layer: jax.Array | int, slots_B: jax.Array, starts_B: jax.Array, new_BTJK: jax.Array
+    old: jax.Array, layer: jax.Array | int, slots_B: jax.Array, starts_B: jax.Array, new_LBTJK: jax.Array
 ) -> jax.Array:
     """The array with T new positions of each sequence, from index `starts_B` on. Indices outside are left out."""
     slots, heads, size, width = old.shape[1:]
-    length = new_BTJK.shape[1]
+    layers, _, length = new_LBTJK.shape[:3]
     some = min(length, size)
-    for slot, start, new_TJK in zip(slots_B, starts_B, new_BTJK, strict=True):
+    for number, (slot, start) in enumerate(zip(slots_B, starts_B, strict=True)):
         first = jnp.clip(start, 0, size - some)
         place = layer, slot, 0, first, 0
-        kept = jax.lax.dynamic_slice(old, place, (1, 1, heads, some, width))
+        kept = jax.lax.dynamic_slice(old, place, (layers, 1, heads, some, width))
         # the row of `new` that stands at index `first`
         row = first - start
         rows = row + jnp.arange(some)
         inside = (rows >= 0) & (rows < length) & (slot < slots)
-        new_JTK = new_TJK.swapaxes(0, 1)
+        new = new_LBTJK[:, number : number + 1].swapaxes(2, 3)
         if length > 1:
-            padded = jnp.pad(new_JTK, ((0, 0), (some, some), (0, 0)))
-            new_JTK = jax.lax.dynamic_slice_in_dim(padded, row + some, some, axis=1)
-        old = jax.lax.dynamic_update_slice(old, jnp.where(inside[:, None], new_JTK, kept), place)
+            padded = jnp.pad(new, [(0, 0)] * 3 + [(some, some), (0, 0)])
+            new = jax.lax.dynamic_slice_in_dim(padded, row + some, some, axis=3)
+        old = jax.lax.dynamic_update_slice(old, jnp.where(inside[:, None], new, kept), place)
     return old
 
 
@@ -190,7 +223,10 @@ def _pinned(x: jax.Array, name: str | None) -> jax.Array:
 
     The constraint stands in a `shard_map`: the partitioner would gather the heads for it.
     """
-    fix = functools.partial(with_layout_constraint, layout=Layout(tuple(range(x.ndim))))
+
+    def fix(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
     partition = active()
     if partition is None:
         return fix(x)

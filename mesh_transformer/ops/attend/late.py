@@ -1,0 +1,90 @@
+"""A view of the cache for one new position of each sequence, which joins the cache after the last layer.
+
+An operation of a TPU takes more than a microsecond, whatever it does. One for each slot in each layer would take longer
+than the products of attention: here each slot has one for all layers. In a layer, a query attends to the cache as it
+was and to its own position.
+
+Shapes: as `storage`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from mesh_transformer.ops.attend.cached import CacheView
+from mesh_transformer.ops.attend.storage import Segment, Tiled
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["before", "positions_B", "groups"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class LateView:
+    """A `KeyValueView` of the positions before `positions_B`, and of these. All rows of a call for a sequence are at its
+    new position: they are copies."""
+
+    latent: ClassVar[bool] = True
+    triangular: ClassVar[bool] = False
+    separate: ClassVar[bool] = True
+    before: CacheView
+    # int32: the new position of each sequence
+    positions_B: jax.Array
+    # the entries of the new positions, for each group: (L, B, 1, J, K) each
+    groups: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, before: CacheView, positions_B: jax.Array) -> LateView:
+        """A view without the new entries yet."""
+
+        def empty(x: jax.Array) -> jax.Array:
+            layers, _, heads, _, width = x.shape
+            return jnp.zeros((layers, len(positions_B), 1, heads, width), x.dtype)
+
+        groups = tuple(tuple(map(empty, group[0])) for group in before.cache.groups)
+        return cls(before, positions_B, groups)
+
+    def hold(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[LateView, list[Segment]]:
+        """See `KeyValueView`. The new position is the last part."""
+        (group,) = self.groups
+        own = [x[:, :1].astype(old.dtype) for x, old in zip(new, group, strict=True)]
+        kept = (jax.lax.dynamic_update_index_in_dim(old, x, layer, 0) for old, x in zip(group, own, strict=True))
+        part = tuple(rearrange(x, "b t j k -> b j t k") for x in own)
+        return dataclasses.replace(self, groups=(tuple(kept),)), [*self.before.read(layer), part]
+
+    def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
+        """See `KeyValueView`. The entry of the cache at the new position, or at its place in a ring, is an old one."""
+        seen = self.before.mask(positions_BT, window)
+        own_BT1 = (positions_BT % self.before.capacity)[..., None]
+        seen = seen & (jnp.arange(seen.shape[-1])[None, None] != own_BT1)[:, None]
+        return jnp.concatenate([seen, jnp.ones_like(seen[..., :1])], axis=-1)
+
+    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """See `KeyValueView`."""
+        before = self.before.key_positions(positions_BT)
+        own_B1 = self.positions_B[:, None]
+        return jnp.concatenate([jnp.broadcast_to(before, (len(own_B1), before.shape[1])), own_B1], axis=1)
+
+    def split(self, layers: int) -> tuple[list[LateView], Sequence[int]]:
+        """See `KeyValueView`: a view of each group."""
+        views, view_of = self.before.split(layers)
+        each = zip(views, self.groups, strict=True)
+        return [dataclasses.replace(self, before=view, groups=(group,)) for view, group in each], view_of
+
+    def joined(self, views: Sequence[LateView]) -> CacheView:
+        """The cache with the new entries."""
+        return self.before.joined([view.written() for view in views])
+
+    def written(self) -> CacheView:
+        """The cache of one group with the new entries."""
+        before, (new,) = self.before, self.groups
+        (group,) = before.cache.groups
+        positions_B1 = self.positions_B[:, None]
+        if before.length > before.capacity:
+            positions_B1 = positions_B1 % before.capacity
+        written = Tiled().write_layers(group, before.names, 0, before.written_B, positions_B1, new, before.length)
+        return dataclasses.replace(before, cache=dataclasses.replace(before.cache, groups=(written,)))
