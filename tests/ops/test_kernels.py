@@ -5,6 +5,8 @@ On a CPU the splash kernel is interpreted. `tests/parallel/test_tpu_kernels.py` 
 
 import dataclasses
 import functools
+import json
+import re
 from typing import Any, get_args
 
 import jax
@@ -23,6 +25,7 @@ from mesh_transformer.ops.attend.kernel import Case, Target
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.train.own import jit
+from mesh_transformer.train.step import TrainProgram
 
 GPTJ = Case(Target("tpu", "v5e"), 2048, 256, 256, "bfloat16")
 H100, A100 = Target("gpu", "9.0"), Target("gpu", "8.0")
@@ -200,3 +203,70 @@ def test_splash_is_attention(width: int, heads: str, options: str, dtype: str) -
     arrays = inputs(1, T, *HEADS[heads], width, width, dtype)
     segments = segments_of(1, T) if "segments" in options else None
     assert_attention(partition_of(dp=1), arrays, OPTIONS[options], segments)
+
+
+# mesh axes, mode, and whether there are segments: sequences that are split, heads of keys that are repeated, rings of
+# one and of two blocks of a device
+MESHES: dict[str, tuple[dict[str, int], str, bool]] = {
+    "tp2_dp2": ({"tp": 2, "dp": 2}, "zigzag", True),
+    "tp4": ({"tp": 4}, "zigzag", False),
+    "zigzag": ({"cp": 2, "tp": 2}, "zigzag", True),
+    "ring": ({"cp": 2, "fsdp": 2}, "ring", False),
+    "ulysses": ({"cp": 2, "dp": 2}, "ulysses", False),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "mesh", sampled(MESHES, seconds=7, files=(*FILES, "ops/attend/ring.py", "ops/attend/ring_blocks.py"))
+)
+def test_splash_on_a_mesh_is_attention(mesh: str) -> None:
+    axes, mode, with_segments = MESHES[mesh]
+    length = BLOCK * (4 if mesh == "zigzag" else 2)
+    arrays = inputs(2, length, 4, 2, 64, 64, jnp.float32)
+    assert_attention(partition_of(mode, **axes), arrays, {}, segments_of(2, length) if with_segments else None)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("overrides", "forward"),
+    [
+        (["compute.remat=none"], 1),
+        (["compute.remat=save_attn"], 1),
+        (["compute.remat=save_matmuls"], 1),
+        # it keeps the inputs of blocks only: the output of attention is computed again
+        (["compute.remat=full"], 2),
+        (["compute.remat=save_attn", "mesh.dcn=dp", "mesh.dp=2"], 1),
+    ],
+)
+def test_the_forward_kernel_runs_once_where_its_output_is_kept(overrides: list[str], forward: int) -> None:
+    shape = ["model.d_model=128", "model.n_heads=2", "model.pe_rotary_dims=16", "model.seq=128"]
+    config = parse_config(TINY, [*shape, *overrides])
+    program = TrainProgram(Placement.of(config, jax.devices()[: config.mesh.dp or 1]), config)
+    batch = config.microbatch(config.check_devices(program.partition.mesh.size))
+    tokens = jax.ShapeDtypeStruct((2, batch, config.seq + 1), jnp.int32)
+    text = str(jax.make_jaxpr(program._train_step)(program.abstract_state, tokens))
+    kernels = [len(re.findall(rf"name\w*=\w*splash_mha_{phase}", text)) for phase in ("fwd", "dq", "dkv")]
+    assert kernels == [forward, 1, 1]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_cudnn_lowers_to_one_kernel_each_way(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """What the kernels compute is seen on a GPU only: `benchmarks/gpu.py`."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: "cudnn")
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Any:
+        y, pull = jax.vjp(functools.partial(context.attention(), scale=SCALE, window=window), q, k, v)
+        return y, pull(dy)
+
+    arrays = inputs(2, T, 4, 2, 128, 128, jnp.bfloat16)
+    traced = jit(partition_of(tp=2), gradients).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert sorted(re.findall(r"@(__cudnn\$\w+)\(", text)) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    quoted = re.findall(r'backend_config = "(.*?)"[,}]', text)
+    configs = [json.loads(re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), one)) for one in quoted]
+    assert len(configs) == 2
+    for one in (config["cudnn_fmha_backend_config"] for config in configs):
+        assert (one["mask_type"], one["fmha_scale"], one["sliding_window_length"]) == ("CAUSAL", SCALE, window or 0)
+        # two of four heads, on each device
+        assert one["intermediate_tensor_shape"]["dimensions"] == ["2", "2", str(T), str(T)]

@@ -5,8 +5,15 @@ Shapes: as in `ops.attend.causal`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, on_each_device, split_heads
 from mesh_transformer.parallel.sharding import Partition
@@ -35,29 +42,91 @@ def refuses(case: Case) -> str | None:
     if case.windows is None or len(case.windows) > 1:
         return "needs the same window in all layers"
     if case.ring is not None:
-        return f"cannot compute the blocks of mesh.context_mode {case.ring}: set mesh.context_mode=ulysses"
+        return f"cannot compute the blocks of mesh.context_mode {case.ring}"
     return None
 
 
-def attend(partition: Partition, call: Call) -> jax.Array:
-    """See `Kernel`."""
-    (window,) = call.windows
-    seen = None if window is None else (window - 1, 0)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is known before the arrays."""
 
-    def of_device(q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            q_BTHK,
-            k_BTJK,
-            v_BTJK,
-            scale=call.scale,
-            is_causal=True,
-            local_window_size=seen,
-            implementation="cudnn",
+    partition: Partition
+    scale: float
+    window: int | None
+
+    def map(self, function: Callable[..., Any], inputs: int, outputs: Sequence[P]) -> Any:
+        """`function` of the plan, and of the arrays of one device; the first `inputs` are (B, T, H, K)."""
+        whole = split_heads(self.partition)
+        specs = [whole] * inputs + ([self.normalizer] if inputs > 3 else [])
+        return on_each_device(self.partition, functools.partial(function, self), tuple(specs), tuple(outputs))
+
+    @property
+    def normalizer(self) -> P:
+        """The split of (B, H, T)."""
+        whole = split_heads(self.partition)
+        return P(whole[0], whole[2])
+
+    def bind(self, primitive: Any, arrays: Sequence[jax.Array], **more: Any) -> Sequence[jax.Array]:
+        """The results of a primitive of JAX for q, k and v, and what follows them.
+
+        `jax.nn.dot_product_attention` binds the same primitives. But it asks an attached GPU what it can compute, and a
+        program may be compiled for another; and the policies of compute.remat know no name of what it keeps.
+        """
+        none = jnp.zeros(0, arrays[0].dtype)
+        results: Sequence[jax.Array] = primitive.bind(
+            *arrays[:3],
+            # no bias, lengths, offsets and pages
+            *[none] * 7,
+            *arrays[3:],
+            scale=self.scale,
+            seed=0,
+            dropout_rate=0.0,
+            variadic_args=(False, False),
+            mask_type=_library().MaskType.CAUSAL,
+            layout=_library().AttentionLayout.BTNH.value,
+            sliding_window_length=self.window,
+            **more,
         )
+        return results
 
-    split = split_heads(partition)
-    run = on_each_device(partition, of_device, split, split)
-    return checkpoint_name(run(call.q_BTHK, call.k_BTJK, call.v_BTJV), "attn_out")
+
+def attend(partition: Partition, call: Call) -> jax.Array:
+    """See `Kernel`. The policies of compute.remat know what is kept of it by the name "attn_out"."""
+    (window,) = call.windows
+    return _attend(_Plan(partition, call.scale, window), call.q_BTHK, call.k_BTJK, call.v_BTJV)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: _Plan, q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array) -> jax.Array:
+    return _forward(plan, q_BTHK, k_BTJK, v_BTJK)[0]
+
+
+def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def of_device(plan: _Plan, *given: jax.Array) -> Sequence[jax.Array]:
+        return tuple(plan.bind(_library()._dot_product_attention_fwd_p, given, is_training=True))
+
+    run = plan.map(of_device, 3, (split_heads(plan.partition), plan.normalizer))
+    mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(*given))
+    return mixed, (*given, mixed, log_z)
+
+
+def _backward(plan: _Plan, saved: tuple[jax.Array, ...], dy_BTHK: jax.Array) -> tuple[jax.Array, ...]:
+    def of_device(plan: _Plan, *arrays: jax.Array) -> Sequence[jax.Array]:
+        q, k, v, mixed, dy, log_z = arrays
+        return tuple(plan.bind(_library()._dot_product_attention_bwd_p, (q, k, v, log_z, mixed, dy)))
+
+    *arrays, log_z = saved
+    dq, dk, dv = plan.map(of_device, 5, [split_heads(plan.partition)] * 3)(*arrays, dy_BTHK, log_z)
+    return dq, dk, dv
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _library() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
 
 
 KERNEL = Kernel(refuses, attend)
