@@ -312,20 +312,23 @@ def _visit(
     def add(row: int, column: int, masked: bool) -> None:
         states[row], gradients[column] = block(queries[row], keys[column], masked, states[row], gradients[column])
 
-    def pick(pair: Sequence[Tree]) -> Tree:
-        return jax.tree.map(functools.partial(jnp.where, device < own), *pair)
-
-    if plan.count == 1:
-        if plan.splash and device is not None:
-            state, gradient = block(queries[0], keys[0], False, states[0], gradients[0])
-            return [pick((state, states[0]))], [pick((gradient, gradients[0]))]
+    if plan.count == 1 and (device is None or not plan.splash):
         add(0, 0, masked=True)
         return states, gradients
-    add(1, 0, masked=False)
+    if plan.count > 1:
+        add(1, 0, masked=False)
     if device is None:
         add(0, 0, masked=True)
         add(1, 1, masked=True)
         return states, gradients
+    earlier = device < own
+
+    def pick(pair: Sequence[Tree]) -> Tree:
+        return jax.tree.map(functools.partial(jnp.where, earlier), *pair)
+
+    if plan.count == 1:
+        state, gradient = block(queries[0], keys[0], False, states[0], gradients[0])
+        return [pick((state, states[0]))], [pick((gradient, gradients[0]))]
 
     def put(old: Sequence[Tree], new: Tree) -> list[Tree]:
         return [pick((new, old[0])), pick((old[1], new))]

@@ -8,7 +8,7 @@ key positions of a chunk, T all positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +180,9 @@ class Splash:
         dq, dk, dv = (x.astype(jnp.float32) for x in (dq, dk, dv))
         return QueryGradients(dquery.dq_BCJGK + dq, None), KeyGradients(dkey.dk_BSJK + dk, dkey.dv_BSJK + dv)
 
-    def _arguments(self, query: Queries, key: Keys, masked: bool) -> tuple[Any, ...]:
+    def _arguments(
+        self, query: Queries, key: Keys, masked: bool
+    ) -> tuple[splash.Mask, None, jax.Array, jax.Array, jax.Array, splash.Segments]:
         ids = None
         if query.segments_BC is not None and key.segments_BS is not None:
             ids = query.segments_BC, key.segments_BS
