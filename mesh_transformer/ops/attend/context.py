@@ -27,7 +27,6 @@ import numpy as np
 from mesh_transformer.ops.attend import kernels
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.kernel import Windows
-from mesh_transformer.ops.attend.ring import Plan, attend
 from mesh_transformer.parallel.sharding import Partition, active, use
 
 
@@ -103,6 +102,9 @@ class SplitPositions:
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
+        # a server has no use for it
+        from mesh_transformer.ops.attend.ring import Plan, attend
+
         partition, mode, devices = self.partition, self.partition.context_mode, self.partition.size("seq")
         (axis,) = partition.rules["seq"] or ()
         length = q_BTHK.shape[1] // devices // (2 if mode == "zigzag" else 1)

@@ -9,14 +9,15 @@ Shapes: N rows, E groups, D input dims, F output dims.
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 
-from mesh_transformer.ops.experts import megablox, row_blocks, row_loop
 from mesh_transformer.ops.experts.kernel import Arrays, Kernel, live
 from mesh_transformer.parallel.sharding import platform
 
-_KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel()}
+# the module of each platform's kernel, which is imported where it is used
+_MODULES = {"cpu": "row_loop", "gpu": "row_blocks", "tpu": "megablox"}
 
 
 def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_rows: bool = False) -> Arrays:
@@ -29,7 +30,13 @@ def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_ro
     Args:
         all_rows: whether every row belongs to a group. Then no pass over the rows writes zeros.
     """
-    return _grouped_matmul(_KERNELS[platform()], all_rows, x_ND, w_EDF, sizes_E)
+    return _grouped_matmul(_kernel(platform()), all_rows, x_ND, w_EDF, sizes_E)
+
+
+@functools.cache
+def _kernel(platform: str) -> Kernel:
+    found: Kernel = importlib.import_module(f"{__package__}.{_MODULES[platform]}").KERNEL
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

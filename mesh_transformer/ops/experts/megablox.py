@@ -83,3 +83,6 @@ def kernel(*, interpret: bool = False) -> Kernel:
         summed(functools.partial(_product, transposed=True, interpret=interpret)),
         each(functools.partial(_weight_gradient, interpret=interpret)),
     )
+
+
+KERNEL = kernel()
