@@ -18,6 +18,7 @@ from mesh_transformer.dataset.fragment import fraction
 from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.options import Options
 from mesh_transformer.dataset.parts import Part, pieces, plan
+from mesh_transformer.dataset.worker import failures_explained
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import Progress, log
 
@@ -94,11 +95,13 @@ def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
     Raises:
         UserError: an input is missing or damaged, two inputs have a common file, a place is not a document, the text is
             empty, or the folder already has a tokenizer.
+        RunError: a disk or a bucket fails.
     """
     found = read_inputs(inputs)
     _check_output(folder)
-    counted = _Counted(found, plan(found, Options().part_bytes, training.column), training)
-    made = _train(counted, training)
+    with failures_explained("give the same command again"):
+        counted = _Counted(found, plan(found, Options().part_bytes, training.column), training)
+        made = _train(counted, training)
     if not counted.documents:
         raise UserError(f"{', '.join(inputs)}: there is no text to train on: add text")
     config = {

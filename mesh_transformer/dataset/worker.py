@@ -32,17 +32,17 @@ def call(task: Task) -> Any:
 
 
 @contextlib.contextmanager
-def failures_explained() -> Iterator[None]:
-    """Failures of the disk and of a bucket become errors of one line."""
+def failures_explained(again: str = AGAIN) -> Iterator[None]:
+    """Failures of the disk and of a bucket become errors of one line, which ends with what to do then."""
     try:
         yield
     except (UserError, RunError):
         raise
     except Exception as error:
         if is_disk_full(error):
-            raise RunError(f"the disk is full ({first_line(error)}): free some space, and {AGAIN}") from error
+            raise RunError(f"the disk is full ({first_line(error)}): free some space, and {again}") from error
         if isinstance(error, (OSError, EOFError)) or _of_bucket(error):
-            raise RunError(f"{first_line(error)}: correct it, and {AGAIN}") from error
+            raise RunError(f"{first_line(error)}: correct it, and {again}") from error
         raise
 
 

@@ -11,7 +11,7 @@ from support.corpora import as_csv, as_lines, as_parquet
 import train_tokenizer
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.dataset.tokenizer_training import Training, train
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import RunError, UserError
 
 LINES = [f"The {i}th bottle of beer stands on the wall, and the {i * i}th falls.\n\n" for i in range(400)]
 ODD = "na\u00efve \u4f60\u597d \U0001f468\u200d\U0001f469 \0 <|endoftext|> <|user|>\r\n  x"
@@ -114,6 +114,13 @@ def test_bad_places_end_the_training_or_are_counted(tmp_path, capsys):
     assert not (tmp_path / "stopped/tokenizer.json").exists()
     train_tokenizer.main([*command, f"--output={tmp_path}/made", "--on-error=skip"])
     assert capsys.readouterr().out.endswith(", from 3 documents; skipped: 2 bad places\n")
+
+
+def test_a_bucket_that_refuses_ends_the_training_with_one_line(tmp_path, gcs, monkeypatch):
+    gcs.put("bucket", "a.jsonl", as_lines(LINES))
+    monkeypatch.setattr(gcs, "next_fault", lambda method, path: 400 if "download" in path else None)
+    with pytest.raises(RunError, match=r"400 GET .*: correct it, and give the same command again$"):
+        train(["gs://bucket/a.jsonl"], str(tmp_path / "made"), Training(300))
 
 
 def test_a_long_word_is_cut(tmp_path):
