@@ -51,6 +51,7 @@ _ALIASES_OF = {
     "model.pe_rotary_dims": "rotary_dim rotary_dims rotary_ndims",
     "model.norm": "norm_type normalization",
     "compute.dtype": "dtype precision torch_dtype",
+    "compute.attention": "attn_implementation flash_attention use_flash_attention attention_kernel",
     "compute.remat": "gradient_checkpointing activation_checkpointing checkpoint_activations",
     "mesh.tp": "mp model_parallel tensor_parallel tp_size mp_size",
     "mesh.cp": "context_parallel context_parallel_size cp_size sequence_parallel sp ring_degree",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, on_each_device, split_heads
-from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.parallel.sharding import Partition, Tree
 
 # compute capability: the largest dims of a head
 _HEAD_DIMS = {8: 128, 9: 256}
@@ -54,7 +54,7 @@ class _Plan:
     scale: float
     window: int | None
 
-    def map(self, function: Callable[..., Any], inputs: int, outputs: Sequence[P]) -> Any:
+    def map(self, function: Callable[..., Tree], inputs: int, outputs: Sequence[P]) -> Callable[..., Tree]:
         """`function` of the plan, and of the arrays of one device; the first `inputs` are (B, T, H, K)."""
         whole = split_heads(self.partition)
         specs = [whole] * inputs + ([self.normalizer] if inputs > 3 else [])
@@ -66,14 +66,14 @@ class _Plan:
         whole = split_heads(self.partition)
         return P(whole[0], whole[2])
 
-    def bind(self, primitive: Any, arrays: Sequence[jax.Array], **more: Any) -> Sequence[jax.Array]:
+    def bind(self, name: str, arrays: Sequence[jax.Array], **more: bool) -> tuple[jax.Array, ...]:
         """The results of a primitive of JAX for q, k and v, and what follows them.
 
         `jax.nn.dot_product_attention` binds the same primitives. But it asks an attached GPU what it can compute, and a
         program may be compiled for another; and the policies of compute.remat know no name of what it keeps.
         """
         none = jnp.zeros(0, arrays[0].dtype)
-        results: Sequence[jax.Array] = primitive.bind(
+        results = getattr(_library(), name).bind(
             *arrays[:3],
             # no bias, lengths, offsets and pages
             *[none] * 7,
@@ -87,7 +87,7 @@ class _Plan:
             sliding_window_length=self.window,
             **more,
         )
-        return results
+        return tuple(results)
 
 
 def attend(partition: Partition, call: Call) -> jax.Array:
@@ -102,8 +102,8 @@ def _attend(plan: _Plan, q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array
 
 
 def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def of_device(plan: _Plan, *given: jax.Array) -> Sequence[jax.Array]:
-        return tuple(plan.bind(_library()._dot_product_attention_fwd_p, given, is_training=True))
+    def of_device(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, ...]:
+        return plan.bind("_dot_product_attention_fwd_p", given, is_training=True)
 
     run = plan.map(of_device, 3, (split_heads(plan.partition), plan.normalizer))
     mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(*given))
@@ -111,9 +111,9 @@ def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array
 
 
 def _backward(plan: _Plan, saved: tuple[jax.Array, ...], dy_BTHK: jax.Array) -> tuple[jax.Array, ...]:
-    def of_device(plan: _Plan, *arrays: jax.Array) -> Sequence[jax.Array]:
+    def of_device(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, mixed, dy, log_z = arrays
-        return tuple(plan.bind(_library()._dot_product_attention_bwd_p, (q, k, v, log_z, mixed, dy)))
+        return plan.bind("_dot_product_attention_bwd_p", (q, k, v, log_z, mixed, dy))
 
     *arrays, log_z = saved
     dq, dk, dv = plan.map(of_device, 5, [split_heads(plan.partition)] * 3)(*arrays, dy_BTHK, log_z)
@@ -123,7 +123,7 @@ def _backward(plan: _Plan, saved: tuple[jax.Array, ...], dy_BTHK: jax.Array) -> 
 _attend.defvjp(_forward, _backward)
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.accelerators import of_device
-from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 Windows = tuple[int | None, ...]
 """The different windows of the layers of a loop; None among them: no window."""
@@ -82,7 +81,9 @@ class Kernel:
     """The output of attention, (B, T, H, V) of q's dtype."""
 
 
-def on_each_device(partition: Partition, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+def on_each_device(
+    partition: Partition, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs
+) -> Callable[..., Tree]:
     """`function` of the arrays of one device. XLA cannot split a kernel: no axis of the mesh is left to it."""
     mesh = partition.current_mesh
     taken = jax.sharding.get_abstract_mesh().manual_axes

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Windows, on_each_device, split_heads
-from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.parallel.sharding import Partition, Specs, Tree
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+        BlockSizes,
+        SegmentIds,
+        SplashAttentionKernel,
+    )
 
 # positions of the largest block of queries and of keys; the kernel needs multiples of the second number
 _BLOCK, _LANES = 512, 128
@@ -71,11 +79,11 @@ class _Plan:
         """The kernels of one device."""
         return Blocks.of(self.partition, self.scale, self.softcap)
 
-    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         """`function` of the plan, and of the arrays of one device."""
         return on_each_device(self.partition, functools.partial(function, self), in_specs, out_specs)
 
-    def of_window(self, function: Callable[..., Any], index: jax.Array | None, *arrays: Any) -> Any:
+    def of_window(self, function: Callable[..., Tree], index: jax.Array | None, *arrays: object) -> Tree:
         """`function(window, *arrays)` for the window of this layer."""
         if index is None:
             return function(self.windows[0], *arrays)
@@ -116,7 +124,7 @@ def _forward(
 ) -> tuple[jax.Array, _Saved]:
     whole, rows, normalizer = plan.specs
 
-    def of_device(plan: _Plan, index: jax.Array | None, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    def of_device(plan: _Plan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, jax.Array]:
         return plan.of_window(functools.partial(plan.blocks.forward, "causal"), index, *arrays)
 
     run = plan.map(of_device, (P(), whole, whole, whole, rows), (whole, normalizer))
@@ -130,7 +138,7 @@ def _backward(plan: _Plan, saved: _Saved, dy_BTHV: jax.Array) -> tuple[jax.Array
     q, k, v, segments_BT, window_index, mixed, log_z = saved
     segments = None if segments_BT is None else (segments_BT, segments_BT)
 
-    def of_device(plan: _Plan, index: jax.Array | None, *arrays: Any) -> Sequence[jax.Array]:
+    def of_device(plan: _Plan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, ...]:
         return plan.of_window(functools.partial(plan.blocks.backward, "causal"), index, *arrays)
 
     run = plan.map(of_device, (P(), whole, whole, whole, rows, whole, normalizer, whole), (whole, whole, whole))
@@ -193,22 +201,25 @@ class Blocks:
         q, k, v = self._scaled(q_BTHK), _heads_first(k_BSJK), _heads_first(v_BSJV)
         pull = functools.partial(_library()._splash_attention_bwd, *_arguments(kernel))
 
-        def gradients(q: Any, k: Any, v: Any, ids: Any, mixed: Any, log_z: Any, dy: Any) -> Any:
-            saved = q, k, v, ids, None, mixed, log_z, kernel.dq_mask_info, kernel.dkv_mask_info
+        def gradients(
+            given: tuple[jax.Array, ...], ids: SegmentIds | None, kept: tuple[jax.Array, ...], dy: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            # without sinks
+            saved = *given, ids, None, *kept, kernel.dq_mask_info, kernel.dkv_mask_info
             return pull(saved, dy)[3:6]
 
-        kept = _heads_first(mixed_BTHV), log_z_BHT, _heads_first(dy_BTHV)
+        kept, dy = (_heads_first(mixed_BTHV), log_z_BHT), _heads_first(dy_BTHV)
         with jax.named_scope(_mask_name(mask, window, q_BTHK.shape[1], k_BSJK.shape[1])):
-            dq, dk, dv = jax.vmap(gradients)(q, k, v, _ids(segments), *kept)
+            dq, dk, dv = jax.vmap(gradients)((q, k, v), _ids(segments), kept, dy)
         dq = (dq.astype(jnp.float32) * self.scale).astype(dq.dtype)
-        return tuple(rearrange(x, "b h t k -> b t h k") for x in (dq, dk, dv))
+        dq, dk, dv = (rearrange(x, "b h t k -> b t h k") for x in (dq, dk, dv))
+        return dq, dk, dv
 
     def _scaled(self, q_BTHK: jax.Array) -> jax.Array:
         """scale q, (B, H, T, K)."""
         return _heads_first((q_BTHK.astype(jnp.float32) * self.scale).astype(q_BTHK.dtype))
 
-    def _kernel(self, mask: Mask, window: int | None, q_BTHK: jax.Array, k_BSJK: jax.Array) -> Any:
-        """A `SplashAttentionKernel`."""
+    def _kernel(self, mask: Mask, window: int | None, q_BTHK: jax.Array, k_BSJK: jax.Array) -> SplashAttentionKernel:
         masks = _masks()
         shape = q_BTHK.shape[1], k_BSJK.shape[1]
         if mask == "full":
@@ -228,7 +239,7 @@ class Blocks:
         )
 
 
-def _block_sizes(queries: int, keys: int) -> Any:
+def _block_sizes(queries: int, keys: int) -> BlockSizes:
     """The blocks in which a kernel computes, for numbers of queries and keys on a device."""
     q, k = _largest_block(queries), _largest_block(keys)
     # The gradient of q has its own kernel. A fused kernel writes one for each block of keys: on v5e, the sum of four of
@@ -253,14 +264,14 @@ def _largest_block(length: int) -> int:
     return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
-def _arguments(kernel: Any) -> Sequence[Any]:
+def _arguments(kernel: SplashAttentionKernel) -> Sequence[object]:
     """The first arguments of `_splash_attention_bwd`, in its order."""
     given = kernel.kwargs
     names = ("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
     return [given[name] for name in (*names, "attn_logits_soft_cap", "interpret")]
 
 
-def _ids(segments: Segments) -> Any:
+def _ids(segments: Segments) -> SegmentIds | None:
     return None if segments is None else _library().SegmentIds(*segments)
 
 
@@ -268,14 +279,14 @@ def _heads_first(x_BTHK: jax.Array) -> jax.Array:
     return rearrange(x_BTHK, "b t h k -> b h t k")
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     # imported where it is used: Pallas takes half a second, which a run on a CPU does not need
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel
 
 
-def _masks() -> Any:
+def _masks() -> ModuleType:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
     return splash_attention_mask
