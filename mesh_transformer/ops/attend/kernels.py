@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 
 import jax
 import jax.numpy as jnp
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.ops.attend import cudnn, splash
-from mesh_transformer.ops.attend.kernel import Call, Case, Target, Windows
+from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Target, Windows
 from mesh_transformer.parallel.sharding import Partition, active
 from mesh_transformer.spec import Decoder
 
 PLAIN = "plain"
 """No kernel: `ops.attend.causal` and `ops.attend.ring`, as XLA compiles them."""
-KERNELS = {"splash": splash.KERNEL, "cudnn": cudnn.KERNEL}
-"""By the values of `compute.attention`, the first choice of "auto" first."""
+KERNELS = {"splash": "tpu", "cudnn": "gpu"}
+"""The values of `compute.attention` that name a kernel, the first choice of "auto" first, and the platform of each. The
+module of a kernel has its name, and is imported where it is used."""
 
 
 def choose(setting: str, case: Case) -> str:
@@ -30,11 +32,18 @@ def choose(setting: str, case: Case) -> str:
         UserError: the kernel that is set cannot compute it; says why, and what to set.
     """
     if setting == "auto":
-        return next((name for name, kernel in KERNELS.items() if kernel.refuses(case) is None), PLAIN)
-    reason = None if setting == PLAIN else KERNELS[setting].refuses(case)
+        own = (name for name, platform in KERNELS.items() if platform == case.target.platform)
+        return next((name for name in own if _kernel(name).refuses(case) is None), PLAIN)
+    reason = None if setting == PLAIN else _kernel(setting).refuses(case)
     if reason is not None:
         raise UserError(f"compute.attention {setting} {reason}: set compute.attention=auto, or plain")
     return setting
+
+
+@functools.cache
+def _kernel(name: str) -> Kernel:
+    found: Kernel = importlib.import_module(f"{__package__}.{name}").KERNEL
+    return found
 
 
 def without_long(windows: Windows, length: int) -> Windows:
@@ -101,7 +110,7 @@ def attend(
         index = jnp.argmax(values == jnp.minimum(jnp.asarray(window), length)).astype(jnp.int32)
     partition, k_BTJK, v_BTJV = divided(partition, k_BTJK, v_BTJV)
     call = Call(q_BTHK, k_BTJK, v_BTJV, segments_BT, scale, softcap, case.windows, index)
-    return KERNELS[name].attend(partition, call)
+    return _kernel(name).attend(partition, call)
 
 
 def case_of(
