@@ -106,25 +106,36 @@ def weight_gradient(x_D: jax.Array, dy_F: jax.Array) -> jax.Array:
     partition = active()
     if partition is not None and partition.size("seq") > 1:
         # devices split two of the leading dims: to make one of them, they would gather the positions
-        leading = tuple(range(x_D.ndim - 1))
-        return jax.lax.dot_general(x_D, dy_F, ((leading, leading), ((), ())))
-    tokens = rearrange(x_D, "... d -> (...) d"), rearrange(dy_F, "... f -> (...) f")
-    return jax.lax.platform_dependent(*tokens, cpu=_weight_gradient_cpu, default=_weight_gradient)
+        return _weight_gradient_unflattened(x_D, dy_F)
+    ways = {"cpu": _weight_gradient_cpu, "tpu": _weight_gradient_unflattened}
+    return jax.lax.platform_dependent(x_D, dy_F, default=_weight_gradient, **ways)
 
 
-def _weight_gradient(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
-    return jnp.einsum("nd,nf->df", x_ND, dy_NF)
+def _weight_gradient(x_D: jax.Array, dy_F: jax.Array) -> jax.Array:
+    return jnp.einsum("nd,nf->df", *_flattened(x_D, dy_F))
 
 
-def _weight_gradient_cpu(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
+def _weight_gradient_unflattened(x_D: jax.Array, dy_F: jax.Array) -> jax.Array:
+    """The same without one leading dim for all tokens: a TPU would copy heads to flatten them, whose positions are not
+    beside their sequences in memory."""
+    leading = tuple(range(x_D.ndim - 1))
+    return jax.lax.dot_general(x_D, dy_F, ((leading, leading), ((), ())))
+
+
+def _weight_gradient_cpu(x_D: jax.Array, dy_F: jax.Array) -> jax.Array:
     """The same with the smaller factor transposed first: XLA for CPU is slow to contract over rows.
 
     The barriers keep XLA from undoing the transposition.
     """
+    x_ND, dy_NF = _flattened(x_D, dy_F)
     pin = jax.lax.optimization_barrier
     if x_ND.shape[1] <= dy_NF.shape[1]:
         return jnp.matmul(pin(x_ND.T), dy_NF)
     return pin(jnp.matmul(pin(dy_NF.T), x_ND)).T
+
+
+def _flattened(x_D: jax.Array, dy_F: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rearrange(x_D, "... d -> (...) d"), rearrange(dy_F, "... f -> (...) f")
 
 
 @jax.custom_vjp

@@ -103,7 +103,12 @@ def rotate_by_product(style: str, x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR
     turn[second, first], turn[first, second] = -1, 1
     # a TPU rounds float32 factors to bfloat16 otherwise
     exact = jax.lax.Precision.HIGHEST if x_BTHK.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    turned = jnp.einsum("bthk,kj->bthj", x_BTHK, turn, precision=exact, preferred_element_type=jnp.float32)
+    # One matrix for each head of each sequence: for a product of all rows with one matrix, XLA copies the heads into
+    # rows. With one position there is nothing to copy.
+    batch, length, heads, _ = x_BTHK.shape
+    turns = jnp.broadcast_to(turn, (batch, heads, width, width)) if length > 1 else turn
+    product = "bthk,bhkj->bthj" if length > 1 else "bthk,kj->bthj"
+    turned = jnp.einsum(product, x_BTHK, turns, precision=exact, preferred_element_type=jnp.float32)
 
     def of_dims(of_pairs: jax.Array, others: float) -> jax.Array:
         """Numbers of the pairs, for both dims of each, and another number for the dims that are not rotated."""
