@@ -31,12 +31,12 @@ GPTJ = Case(Target("tpu", "v5e"), 2048, 256, 256, "bfloat16")
 H100, A100 = Target("gpu", "9.0"), Target("gpu", "8.0")
 # on CPU, positions of a block: so that few positions are several blocks
 BLOCK = 128
-T, SCALE = 2 * BLOCK, 0.1
+T = 2 * BLOCK
 HEADS = {"8_of_8": (8, 8), "8_of_2": (8, 2)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 100},
-    "softcap": {"softcap": 0.5},
+    "softcap": {"softcap": 2.0},
     "segments": {"segments": True},
     "two_windows": {"window": np.int32(100), "windows": (30, 100, None)},
 }
@@ -131,13 +131,13 @@ def formula(
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attention with repeated heads of keys, in float32."""
+    """Attention with repeated heads of keys."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None]
     seen = ((distance >= 0) & (distance < (window or q.shape[1])))[None, None]
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None])
-    logits = jnp.einsum("bthk,bshk->bhts", q, k) * SCALE
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), v)
 
@@ -146,8 +146,8 @@ def assert_attention(partition: Partition, arrays: Any, options: dict[str, Any],
     """The output and the gradients are those of the formula.
 
     In float32 the largest difference is 1e-5 of the largest value. In bfloat16 the root of the mean square of the
-    difference is 4e-3 of that of the values: one rounding is 1e-3 of it, and weights, output and gradients are rounded
-    one after the other.
+    differences is 3.5e-3 of the values' own: to round the values alone is 1.6e-3, and weights, output and gradients are
+    rounded one after the other. Attention as XLA compiles it has 2.2e-3 to 3.1e-3.
     """
     q, order = arrays[0], partition.sequence_order(arrays[0].shape[1])
     order = np.arange(q.shape[1]) if order is None else order
@@ -161,7 +161,8 @@ def assert_attention(partition: Partition, arrays: Any, options: dict[str, Any],
 
     def ours(*arrays: jax.Array) -> list[jax.Array]:
         attend = context.attention(None, None if segments is None else segments[:, order], windows)
-        found = of(functools.partial(attend, scale=SCALE, **options), *(x[:, order] for x in arrays))
+        attend = functools.partial(attend, scale=q.shape[-1] ** -0.5, **options)
+        found = of(attend, *(x[:, order] for x in arrays))
         return [x[:, back] for x in found]
 
     found = jit(partition, ours)(*arrays)
@@ -173,7 +174,7 @@ def assert_attention(partition: Partition, arrays: Any, options: dict[str, Any],
         if q.dtype == jnp.float32:
             assert np.abs(difference).max() < 1e-5 * np.abs(other).max()
         else:
-            assert np.square(difference).mean() < 4e-3**2 * np.square(other).mean()
+            assert np.square(difference).mean() < 3.5e-3**2 * np.square(other).mean()
 
 
 def inputs(sequences: int, length: int, heads: int, key_heads: int, width: int, values: int, dtype: Any) -> Any:
@@ -197,7 +198,7 @@ def partition_of(mode: str = "zigzag", **axes: int) -> Partition:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("width", "heads", "options", "dtype"),
-    sampled((64, 128, 256), HEADS, OPTIONS, ("float32", "bfloat16"), seconds=5, files=FILES),
+    sampled((64, 128, 256), HEADS, OPTIONS, ("float32", "bfloat16"), seconds=3, files=FILES),
 )
 def test_splash_is_attention(width: int, heads: str, options: str, dtype: str) -> None:
     arrays = inputs(1, T, *HEADS[heads], width, width, dtype)
@@ -256,7 +257,7 @@ def test_cudnn_lowers_to_one_kernel_each_way(monkeypatch: pytest.MonkeyPatch, wi
     monkeypatch.setattr(kernels, "choose", lambda *_: "cudnn")
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Any:
-        y, pull = jax.vjp(functools.partial(context.attention(), scale=SCALE, window=window), q, k, v)
+        y, pull = jax.vjp(functools.partial(context.attention(), scale=0.1, window=window), q, k, v)
         return y, pull(dy)
 
     arrays = inputs(2, T, 4, 2, 128, 128, jnp.bfloat16)
@@ -267,6 +268,6 @@ def test_cudnn_lowers_to_one_kernel_each_way(monkeypatch: pytest.MonkeyPatch, wi
     configs = [json.loads(re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), one)) for one in quoted]
     assert len(configs) == 2
     for one in (config["cudnn_fmha_backend_config"] for config in configs):
-        assert (one["mask_type"], one["fmha_scale"], one["sliding_window_length"]) == ("CAUSAL", SCALE, window or 0)
+        assert (one["mask_type"], one["fmha_scale"], one["sliding_window_length"]) == ("CAUSAL", 0.1, window or 0)
         # two of four heads, on each device
         assert one["intermediate_tensor_shape"]["dimensions"] == ["2", "2", str(T), str(T)]
