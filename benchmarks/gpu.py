@@ -111,9 +111,7 @@ def measure(
     while True:
         rows = [row for row in read_rows(out) if row["device"] == device.kind]
         done = {row["case"] for row in rows if not row.get("absent") and not row.get("interrupted")}
-        cases = [
-            case for case in plan(rows) if not only or f"{case.name} ".startswith(tuple(f"{one} " for one in only))
-        ]
+        cases = chosen(plan(rows), only)
         left = [case for case in cases if case.name not in done]
         case = next((one for one in left if one.name not in handled), None)
         if case is None or seconds() > STOP_S:
@@ -132,6 +130,22 @@ def measure(
         if not any(old["case"] == case.name and old.get("absent") for old in rows) or "absent" not in outcome:
             append(out, row)
             common.say(f"{seconds():.0f} s: {case.name}: {json.dumps(outcome)}")
+
+
+def chosen(cases: list[Case], only: Sequence[str] | None) -> list[Case]:
+    """The cases whose names begin with the words of an element of `only`; None: all.
+
+    Raises:
+        UserError: no name begins with an element.
+    """
+    found: list[Case] = []
+    for words in only or ():
+        some = [case for case in cases if f"{case.name} ".startswith(f"{words} ")]
+        if not some:
+            kinds = ", ".join(dict.fromkeys(case.name.split()[0] for case in cases))
+            raise UserError(f"--only {words!r}: no case begins so; cases begin with one of {kinds}")
+        found += some
+    return [case for case in cases if case in found] if only else cases
 
 
 def in_this_process(case: Case, _: float) -> dict[str, Any]:

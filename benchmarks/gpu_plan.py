@@ -145,6 +145,8 @@ def _preflight(size: str, device: Device, tiny: bool) -> Iterator[Case]:
     known = accelerators.of_device(device.kind)
     name = known.name if known else "h100"
     lacks = _absent("jax_cuda12_plugin", "jax_cuda13_plugin", enough=1)
+    if known is None and device.platform == "gpu":
+        lacks = {"absent": True, "reason": f"{device.kind} is not in mesh_transformer/accelerators.py"}
     for case in _train(size, device, tiny):
         arguments = {**case.arguments, "gpu": name}
         # a step that does not fit here by the formula may still be compiled, but tells nothing more

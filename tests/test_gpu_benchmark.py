@@ -105,6 +105,16 @@ def test_calls_go_on_and_end_in_time(gpu, case, tmp_path):
     assert card.call()[1] == ["a", "b", "c"]
 
 
+def test_only_takes_whole_words(gpu, case):
+    cases = [
+        case(name) for name in ("train 6B", "train 6B plain", "decode 6B 1", "decode 6B 1 by layer", "decode 6B 16")
+    ]
+    assert [one.name for one in gpu.chosen(cases, ["decode 6B 1", "train 6B"])] == [one.name for one in cases[:4]]
+    assert gpu.chosen(cases, None) == cases
+    with pytest.raises(UserError, match="--only 'peers': .* train, decode"):
+        gpu.chosen(cases, ["train", "peers"])
+
+
 def test_a_case_ends_alone(gpu, case):
     assert gpu.start_process(case("a", value=3), 60) == {"figure": {"value": 3}}
     texts = {
