@@ -226,7 +226,7 @@ class SlotPrograms:
             x_BTD, written = self.model.hidden(
                 {**params, "embed": embed}, tokens_BT, view, start_B, positions_BT=positions_BT
             )
-            logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
+            logits_BV = self._logits(self.model.gathered_head(params), x_BTD, copies)[:, 0]
             slots = slots._replace(
                 cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B.astype(jnp.int32))
             )
@@ -242,8 +242,10 @@ class SlotPrograms:
             carry = jnp.int32(0), slots, drawn
             return jax.lax.while_loop(lambda c: (c[0] < steps) & c[1].live_N[rows_B].any(), step, carry)[1:]
 
-    def _logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
-        return constrain(self.model.logits(head, x_BTD), None, None, None)
+    def _logits(self, head: Params, x_BTD: jax.Array, copies: int = 1) -> jax.Array:
+        """The logits of all positions on each device; of `copies` equal rows only the first's."""
+        logits_BTV = self.model.logits(head, x_BTD)
+        return constrain(logits_BTV if copies == 1 else logits_BTV[:, :1], None, None, None)
 
     def _scores(self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array) -> Scores:
         n = next(n for n in (_SCORED_POSITIONS, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)

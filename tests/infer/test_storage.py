@@ -1,4 +1,8 @@
-"""The storage of a cache on TPUs (`Tiled`, `LateView`), computed on CPU, against a reference without a cache."""
+"""The cache as TPUs store it (`Tiled`) and as their steps of decoding write it (`LateView`), computed on CPU, against a
+reference in numpy and a model without a cache."""
+
+import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -6,35 +10,46 @@ import pytest
 from support import families
 from support import sampling_reference as reference
 from support.builders import TINY, program
+from support.covering import sampled
 from support.engines import complete, engine_of, prompt_of
 
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.ops.attend import storage
 
 SEQ, CHUNK = 64, 16
+# keys and values; a bias of positions; rings beside whole layers, and shared keys; latents, and experts
 MODELS = {
     "gptj": TINY["model"],
     "t5": TINY["model"] | {"pe": "t5"},
     "gemma2": families.MODELS["gemma2"],
+    "deepseek_v2": families.MODELS["deepseek_v2"],
 }
+MESHES = {"one": (1, "mesh.tp=1"), "four": (4, "mesh.tp=2", "mesh.fsdp=2")}
+FILES = ("ops/attend/storage.py", "ops/attend/late.py", "ops/attend/cached.py", "infer/programs.py")
+# float32 sums of the same numbers in another order
+TOLERANCE = 2e-5
 
 
-@pytest.fixture(autouse=True)
-def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@functools.cache
+def tiny(family: str, mesh: str) -> tuple[Any, Any]:
+    devices, *overrides = MESHES[mesh]
+    run = program({**TINY, "model": MODELS[family]}, f"model.seq={SEQ}", *overrides, devices=devices)
+    return run, run.init(jax.random.key(3)).params
+
+
+@pytest.mark.parametrize(("family", "mesh"), sampled(MODELS, MESHES, seconds=10, files=FILES))
+def test_tokens_equal_those_of_a_model_without_a_cache(family: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both slots first, then one of them alone: two and eight rows stand for a sequence. The second prompt takes three
+    chunks."""
     monkeypatch.setitem(storage._STORAGES, "cpu", storage.Tiled())
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_tokens(family: str) -> None:
-    run = program({**TINY, "model": MODELS[family]}, "mesh.tp=1", f"model.seq={SEQ}")
-    params = run.init(jax.random.key(3)).params
-    engine = engine_of(run, params, slots=2, max_prefill_tokens=CHUNK)
+    run, params = tiny(family, mesh)
     requests = [
         (prompt_of(1, 5), SamplingParams(max_tokens=SEQ - 5, temperature=0)),
         (prompt_of(2, 43), SamplingParams(max_tokens=SEQ - 43, seed=3, temperature=1.2)),
     ]
-    made = complete(engine, requests)
+    made = complete(engine_of(run, params, slots=2, max_prefill_tokens=CHUNK), requests)
+    whole, params = tiny(family, "one")
     for request, one in zip(requests, made, strict=True):
-        ids, logprobs, _ = reference.complete(run, params, *request)
+        ids, logprobs, _ = reference.complete(whole, params, *request)
         assert one.ids == ids
-        np.testing.assert_allclose([token.logprob for token in one.tokens], logprobs, rtol=0, atol=2e-5)
+        np.testing.assert_allclose([token.logprob for token in one.tokens], logprobs, rtol=0, atol=TOLERANCE)

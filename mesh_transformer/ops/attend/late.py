@@ -25,8 +25,10 @@ from mesh_transformer.ops.attend.storage import Segment, Tiled
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["before", "positions_B", "groups"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LateView:
-    """A `KeyValueView` of the positions before `positions_B`, and of these. All rows of a call for a sequence are at its
-    new position: they are copies."""
+    """A `KeyValueView` of the positions before `positions_B`, and of these.
+
+    All rows of a call for a sequence are at its new position: they are copies.
+    """
 
     latent: ClassVar[bool] = True
     triangular: ClassVar[bool] = False
