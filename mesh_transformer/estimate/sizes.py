@@ -314,6 +314,11 @@ class LayerSizes:
         """The number of matrices, without narrow ones."""
         return sum(array.role != "other" for array in self.arrays.values())
 
+    @property
+    def split_vectors(self) -> int:
+        """The number of biases and scales of norms that `mesh.fsdp` splits."""
+        return sum(array.role == "other" and "embed" in array.axes for array in self.arrays.values())
+
     @functools.cached_property
     def weights(self) -> float:
         """Bytes of the gathered weights in the compute dtype."""

@@ -193,8 +193,10 @@ class Timeline:
         # the result of a start is a tuple of operands, results and buffers
         result = max(sizes, default=0) if collective.opcode.endswith("-start") else sum(sizes)
         nbytes, kind = max(result, self.module.operand_bytes(collective)), collective.kind or ""
-        # libtpu writes a reduce-scatter as a fusion of an all-reduce and a slice of its result
-        if kind == "all-reduce" and self.module.root(one).opcode == "dynamic-slice":
+        # libtpu writes a reduce-scatter as a fusion of an all-reduce and a slice of its result, or of several
+        root = self.module.root(one)
+        results = list(self.module.operands(root)) if root.opcode == "tuple" else [root]
+        if kind == "all-reduce" and {result.opcode for result in results} == {"dynamic-slice"}:
             kind = "reduce-scatter"
         group = device_group(collective.rest)
         return _way(collective), collective_seconds(kind, nbytes, group, self.accelerator)

@@ -80,11 +80,12 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
     # what is too small for the rates of links has a delay: biases, and the scales of norms
     delay = (everyone.size > 1) * seconds("all-reduce", 1, step.group(tuple(step.split.shape)))
     for layer in step.layers:
-        # a transfer for each matrix
+        # a transfer for each matrix and each split vector; libtpu sums the gradients of two matrices at once
         matrix, count = layer.weights / layer.matrices, layer.count * layer.matrices
-        moved += count * seconds(kind, matrix, summed) + 2 * layer.count * delay
+        moved += count / 2 * seconds(kind, 2 * matrix, summed) + 2 * layer.count * delay
         # no policy keeps gathered weights: the backward pass gathers them again
-        moved += 2 * gathers * count * seconds("all-gather", matrix, weights)
+        vectors = layer.count * layer.split_vectors * seconds("all-gather", 1, weights)
+        moved += 2 * gathers * (count * seconds("all-gather", matrix, weights) + vectors)
     gradient = 0.0
     if not (once or whole):
         kind = "all-reduce" if step.split.moments == rules else "reduce-scatter"

@@ -176,6 +176,36 @@ def test_collectives_that_libtpu_fuses():
     assert {part: s for part, s in found.parts.items() if s} == pytest.approx(expected)
 
 
+# libtpu sums two gradients at once, and each device keeps its part of both
+SEVERAL = """HloModule step, is_scheduled=true
+
+%all-reduce-scatter (a: bf16[32768], b: bf16[32768]) -> (bf16[4096], bf16[4096]) {
+  %a = bf16[32768]{0} parameter(0)
+  %b = bf16[32768]{0} parameter(1)
+  %sums = (bf16[32768]{0}, bf16[32768]{0}) all-reduce(%a, %b), replica_groups=[1,8]<=[8], to_apply=%add
+  %sum.0 = bf16[32768]{0} get-tuple-element(%sums), index=0
+  %sum.1 = bf16[32768]{0} get-tuple-element(%sums), index=1
+  %zero = u32[] constant(0)
+  %part.0 = bf16[4096]{0} dynamic-slice(%sum.0, %zero), dynamic_slice_sizes={4096}
+  %part.1 = bf16[4096]{0} dynamic-slice(%sum.1, %zero), dynamic_slice_sizes={4096}
+  ROOT %parts = (bf16[4096]{0}, bf16[4096]{0}) tuple(%part.0, %part.1)
+}
+
+ENTRY %main (q: bf16[32768], r: bf16[32768]) -> (bf16[4096], bf16[4096]) {
+  %q = bf16[32768]{0} parameter(0)
+  %r = bf16[32768]{0} parameter(1)
+  ROOT %scattered = (bf16[4096]{0}, bf16[4096]{0}) fusion(%q, %r), kind=kCustom, calls=%all-reduce-scatter
+}
+"""
+
+
+def test_a_scatter_of_several_sums():
+    found = Timeline(SEVERAL, V5E).estimate()
+    assert found.parts["collectives"] == pytest.approx(
+        collective_seconds("reduce-scatter", 1 << 17, DeviceGroup(8, 1), V5E)
+    )
+
+
 # a layer's matrix is a slice of a stack inside the product; the cache is updated in place
 SLICES = """HloModule step, is_scheduled=true
 
