@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from common import REPO
 
 from mesh_transformer import accelerators, platforms
-from mesh_transformer.config import ComputeConfig, load_config
+from mesh_transformer.config import load_config
 from mesh_transformer.estimate.closed_form import step_gib
 from mesh_transformer.estimate.prediction import FORMULA_MEMORY
 
@@ -97,7 +97,7 @@ def _attention(device: Device, tiny: bool) -> Iterator[Case]:
 def _train(size: str, device: Device, tiny: bool) -> Iterator[Case]:
     for accumulation, remat, kind in itertools.product(ACCUMULATION, REMAT, ATTENTION):
         run = _step(size, kind, remat, accumulation, tiny)
-        lacks = _no_kernel(device, kind) or _no_field(kind) or _no_room(run, device)
+        lacks = _no_kernel(device, kind) or _no_room(run, device)
         name = f"train {size} {kind} {remat} {accumulation} x {SEQUENCES}"
         yield Case(name, "train", run, _train_limit(size), lacks)
 
@@ -173,7 +173,7 @@ def _step(size: str, attention: str | None, remat: str, accumulation: int, tiny:
     changes = [
         *("mesh.fsdp=1", "mesh.tp=1", f"data.per_replica_batch={1 if tiny else SEQUENCES}"),
         *(f"optimizer.gradient_accumulation_steps={accumulation}", f"compute.remat={remat}"),
-        *([f"compute.attention={attention}"] if attention and _has_attention() else []),
+        *([f"compute.attention={attention}"] if attention else []),
         *([f"model.{one}" for one in (*TOY, "seq=32")] if tiny else []),
     ]
     return {"config": CONFIGS[size], "overrides": changes, "steps": 1 if tiny else 4}
@@ -227,16 +227,6 @@ def _no_kernel(device: Device, kind: str) -> Row | None:
     if kind == "plain" or device.platform == "gpu":
         return None
     return {"absent": True, "reason": "cuDNN needs a GPU"}
-
-
-def _has_attention() -> bool:
-    return "attention" in ComputeConfig.model_fields
-
-
-def _no_field(kind: str) -> Row | None:
-    if kind == "plain" or _has_attention():
-        return None
-    return {"absent": True, "reason": "this version has no compute.attention"}
 
 
 def _absent(*modules: str, enough: int | None = None) -> Row | None:
