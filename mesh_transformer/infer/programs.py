@@ -16,7 +16,7 @@ from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, O
 from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_likely, penalise, sample
 from mesh_transformer.models.modules import at_position
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.ops.attend.cached import KeyValueView, KVCache
+from mesh_transformer.ops.attend.cached import KVCache
 from mesh_transformer.ops.attend.late import LateView
 from mesh_transformer.ops.attend.storage import storage
 from mesh_transformer.parallel.sharding import Params, constrain, use
@@ -215,10 +215,9 @@ class SlotPrograms:
         def step(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
             i, slots, drawn = carry
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
-            view: KeyValueView = slots.cache.view(slots_B, length, write=live_B)
+            before = slots.cache.view(slots_B, length, write=live_B)
+            view = LateView.of(before, start_B) if stored.late else before
             tokens_BT, positions_BT = slots.token_N[rows_B][:, None], None
-            if stored.late:
-                view = LateView.of(view, start_B)
             if copies > 1:
                 tokens_BT, positions_BT = (jnp.repeat(x, copies, axis=1) for x in (tokens_BT, start_B[:, None]))
             # without the barrier, XLA for CPU makes a float32 copy of a bfloat16 table before the loop

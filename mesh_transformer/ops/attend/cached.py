@@ -135,8 +135,8 @@ class KeyValueView(Protocol):
         """Views, each of one or several layers, and for each layer the number of its view. A view counts its layers
         from 0."""
 
-    def joined(self, views: Sequence[Any]) -> Self:
-        """The view with the views of `split` replaced."""
+    def joined(self, views: Sequence[Any]) -> KeyValueView:
+        """The view with the views of `split` replaced, or a view of the cache after the call."""
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
         """(B or 1, S): the position of each key, given the positions of the queries."""
