@@ -73,7 +73,7 @@ ROWS = {
     "v5e-8_tp": Row("v5e-8", (), {}, 2.730),
     # replicas of tensor-parallel devices
     "v3-8": Row(
-        "v3-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 4.21, "mfu": 0.599, "peak_gib": 14.29}, 4.211
+        "v3-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 4.21, "mfu": 0.599, "peak_gib": 14.29}, 4.074
     ),
     "v5e-8_full": Row("v5e-8", (*FSDP_4_TP_2, "compute.remat=full"), {"step_s": 1.685}, None),
     "v5e-8": Row("v5e-8", (*FSDP_4_TP_2, "compute.remat=save_attn"), {"step_s": 1.587, "mfu": 0.496}, 1.530),

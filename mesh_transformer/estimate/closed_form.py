@@ -200,6 +200,12 @@ def _products(layer: LayerSizes, rates: Rates) -> float:
     """The matrix products of a layer. The backward pass has two for each of the forward pass."""
     step, again = layer.step, layer.again
     (qkv, out), (hidden, ff_out) = layer.mixing, layer.feeding
+    if step.accelerator.is_tpu:
+        # what a column of a kernel takes, in columns of other products
+        share = SHARES.get(step.accelerator.name, OTHER_SHARE)
+        more = rates.products / (share * 1e12 * step.accelerator.peak_tflops) - 1
+        of_experts = experts.columns(layer)
+        hidden, ff_out = hidden + more * of_experts[0], ff_out + more * of_experts[1]
     recomputed = again.qkv * qkv + again.out * out + again.hidden * hidden + again.ff_out * ff_out
     columns = 3 * (qkv + out + hidden + ff_out) + recomputed
     return 2 * step.rows * step.split.width * columns / rates.products

@@ -33,6 +33,17 @@ def rows_bytes(layer: LayerSizes) -> float:
     return room * experts.router.chosen * step.whole_rows
 
 
+def columns(layer: LayerSizes) -> tuple[float, float]:
+    """Elements of the experts' matrices by which a device multiplies a token, over D: all but the last one, and the
+    last one. Kernels multiply them."""
+    experts, split = experts_of(layer), layer.step.split
+    if experts is None:
+        return 0.0, 0.0
+    arrays = [one for one in experts.arrays(split.width).values() if "experts" in one.axes]
+    last = sum(split.products(one) for one in arrays if one.role == "output")
+    return sum(map(split.products, arrays)) / split.width - last / split.width, last / split.width
+
+
 def exchange_seconds(layer: LayerSizes, recomputed: bool, seconds: Callable[[str, float, DeviceGroup], float]) -> float:
     """Seconds of the transfers between the devices that split the experts, in all layers of a kind, in a microbatch.
 
