@@ -108,7 +108,7 @@ def rotate_by_product(style: str, x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR
     batch, length, heads, _ = x_BTHK.shape
     turns = jnp.broadcast_to(turn, (batch, heads, width, width)) if length > 1 else turn
     product = "bthk,bhkj->bthj" if length > 1 else "bthk,kj->bthj"
-    turned = jnp.einsum(product, x_BTHK, turns, precision=exact, preferred_element_type=jnp.float32)
+    turned = jnp.einsum(product, x_BTHK, turns, precision=exact).astype(jnp.float32)
 
     def of_dims(of_pairs: jax.Array, others: float) -> jax.Array:
         """Numbers of the pairs, for both dims of each, and another number for the dims that are not rotated."""
