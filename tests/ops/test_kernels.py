@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
@@ -241,14 +242,26 @@ def test_splash_on_a_mesh_is_attention(mesh: str) -> None:
     ],
 )
 def test_the_forward_kernel_runs_once_where_its_output_is_kept(overrides: list[str], forward: int) -> None:
+    text = str(traced_step(overrides))
+    kernels = [len(re.findall(rf"name\w*=\w*splash_mha_{phase}", text)) for phase in ("fwd", "dq", "dkv")]
+    assert kernels == [forward, 1, 1]
+
+
+def traced_step(overrides: Sequence[str]) -> Any:
+    """A training step with heads of 64 dims, as JAX traces it."""
     shape = ["model.d_model=128", "model.n_heads=2", "model.pe_rotary_dims=16", "model.seq=128"]
     config = parse_config(TINY, [*shape, *overrides])
     program = TrainProgram(Placement.of(config, jax.devices()[: config.mesh.dp or 1]), config)
     batch = config.microbatch(config.check_devices(program.partition.mesh.size))
     tokens = jax.ShapeDtypeStruct((2, batch, config.seq + 1), jnp.int32)
-    text = str(jax.make_jaxpr(program._train_step)(program.abstract_state, tokens))
-    kernels = [len(re.findall(rf"name\w*=\w*splash_mha_{phase}", text)) for phase in ("fwd", "dq", "dkv")]
-    assert kernels == [forward, 1, 1]
+    return jax.make_jaxpr(program._train_step)(program.abstract_state, tokens)
+
+
+@pytest.mark.parametrize(("remat", "forward"), [("save_attn", 1), ("full", 2)])
+def test_the_forward_kernel_of_cudnn_runs_once_too(monkeypatch: pytest.MonkeyPatch, remat: str, forward: int) -> None:
+    monkeypatch.setattr(kernels, "choose", lambda *_: "cudnn")
+    text = str(traced_step([f"compute.remat={remat}", "compute.dtype=bfloat16"]))
+    assert [len(re.findall(rf" = dot_product_attention_{phase}\b", text)) for phase in ("fwd", "bwd")] == [forward, 1]
 
 
 @pytest.mark.parametrize("window", [None, 100])
