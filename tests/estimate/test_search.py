@@ -60,7 +60,7 @@ def test_experts_recompute(repo):
         for remat in ("save_attn", "none")
     )
     # compiled with the kernel of attention
-    assert kept.seconds == pytest.approx(0.566, rel=0.15)
+    assert kept.seconds == pytest.approx(0.532, rel=0.15)
     assert kept.seconds < everything.seconds
 
 
