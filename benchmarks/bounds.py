@@ -53,7 +53,7 @@ class Row(NamedTuple):
     Args:
         bounds: by figure.
         step_s: the value of the code as it is; None: a search, whose programs are other rows. A test compares it
-            (tests/runtime/preflight/test_bounds.py).
+            (tests/runtime/preflight/test_preflight_bounds.py).
         config: its name in configs/.
         options: of preflight.py.
     """
