@@ -15,6 +15,7 @@ INTENDED = {
     "6B_finetune_v3-8.json": (8, 16),
     "70M.json": (1, 4),
     "llama_70M.json": (1, 4),
+    "llama_8B.json": (16, 16),
     "pythia_70M.json": (1, 4),
     "125M.json": (8, 256),
     "350M.json": (8, 256),
