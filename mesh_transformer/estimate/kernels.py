@@ -1,4 +1,4 @@
-"""The operations of Pallas kernels, which libtpu does not count: read from the kernel's name and its arrays.
+"""The operations of kernels, which no compiler counts: read from the kernel's name and its arrays.
 
 A kernel that says its operations itself is believed, such as the grouped products of megablox. JAX's splash attention
 does not say them. It computes the blocks of its mask that have a key to see.
@@ -18,6 +18,12 @@ _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")
 _SEEN = re.compile(r"\bmask_(\d+)_of_(\d+)\b")
 
 
+# cuDNN's attention: the shape of the logits (sequences, heads, queries, keys), and the window, 0 without one
+_CUDNN = re.compile(r'"__cudnn\$fmhaSoftmax(Backward)?"')
+_LOGITS = re.compile(r'"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"\d+"\]')
+_WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')
+
+
 class _Products(NamedTuple):
     """Products of the size of the logits that one kernel computes."""
 
@@ -35,6 +41,8 @@ _FUSED = _Products(3, 2)
 def kernel_flops(module: Module, one: Instruction) -> int:
     """Operations of a kernel on one device in one run: 2 for each pair of elements. 0: it is not a kernel, or an
     unknown one."""
+    if cudnn := _CUDNN.search(one.rest):
+        return _cudnn_flops(module, one, backward=bool(cudnn[1]))
     if not is_kernel(one):
         return 0
     if declared := _DECLARED.search(one.rest):
@@ -44,8 +52,19 @@ def kernel_flops(module: Module, one: Instruction) -> int:
 
 
 def is_kernel(one: Instruction) -> bool:
-    """Whether an instruction is a Pallas kernel for a TPU."""
-    return one.opcode == "custom-call" and '"tpu_custom_call"' in one.rest
+    """Whether an instruction is a Pallas kernel for a TPU, or cuDNN's attention."""
+    return one.opcode == "custom-call" and ('"tpu_custom_call"' in one.rest or _CUDNN.search(one.rest) is not None)
+
+
+def _cudnn_flops(module: Module, one: Instruction, backward: bool) -> int:
+    """Of the pairs that a causal mask leaves: cuDNN's blocks are not known."""
+    logits, window = _LOGITS.search(one.rest), _WINDOW.search(one.rest)
+    if logits is None:
+        return 0
+    sequences, heads, queries = map(int, logits.groups())
+    seen = min(int(window[1]) if window else 0, queries) or queries
+    width = next(module.operands(one)).arrays[0].shape[-1]
+    return 2 * sequences * heads * width * (seen * (2 * queries - seen + 1) // 2) * (5 if backward else 2)
 
 
 def _splash_flops(module: Module, one: Instruction, phase: str) -> int:

@@ -209,10 +209,10 @@ class Timeline:
             return 0.0
         moved = self.module.moved_bytes(one) / (1e9 * self.accelerator.memory_gb_s)
         product = self.flops(one) / (1e12 * self.accelerator.peak_tflops)
+        share = SHARES.get(self.accelerator.name, OTHER_SHARE)
         if self.accelerator.is_tpu:
-            share = SHARES.get(self.accelerator.name, OTHER_SHARE)
             return max(moved, product / share) if is_kernel(one) else moved
-        return max(moved / _MEMORY_SHARE, product / _PRODUCT_SHARE)
+        return max(moved / _MEMORY_SHARE, product / (share if is_kernel(one) else _PRODUCT_SHARE))
 
     def _part(self, one: Instruction, loops: tuple[str, ...]) -> Part:
         name = "/".join((*loops, one.op_name))

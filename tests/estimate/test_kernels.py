@@ -3,6 +3,7 @@
 The blocks of a mask are counted here from the mask itself.
 """
 
+import dataclasses
 import gzip
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.estimate.hlo import Module
+from mesh_transformer.estimate.kernels import OTHER_SHARE, kernel_flops
 from mesh_transformer.estimate.timeline import Spent, Timeline
 
 # a device of scripts/tpu_programs.py: sequences, heads, positions, dims of a head, positions of a block
@@ -95,3 +98,36 @@ def test_a_kernel_reaches_a_share_of_the_peak():
         assert spent.runs == 1
         assert spent.seconds == pytest.approx(flops / (0.55 * 1e12 * played.accelerator.peak_tflops))
         assert spent.part in ("attention", "products")
+
+
+# two sequences, 4 heads of 256 dims, 512 positions; as XLA writes the calls of a step for an H100
+CUDNN = """HloModule step, is_scheduled=true
+
+ENTRY %main (q: bf16[2,512,4,256], z: f32[2,4,512]) -> bf16[2,512,4,256] {
+  %q = bf16[2,512,4,256]{3,2,1,0} parameter(0)
+  %z = f32[2,4,512]{2,1,0} parameter(1)
+  %fwd.1 = (bf16[2,4,512,256]{3,1,2,0}, f32[2,4,512]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
+custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jvp(blocks)/attention/attend/fwd"}, \
+backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", \
+"dimensions": ["2", "4", "512", "512"]}, "mask_type": "CAUSAL", "sliding_window_length": 0}}
+  ROOT %bwd.1 = (bf16[2,4,512,256]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q, %z, %q, %q), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", metadata={op_name="transpose(jvp(blocks))/attention/attend/bwd"}, \
+backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", \
+"dimensions": ["2", "4", "512", "512"]}, "mask_type": "CAUSAL", "sliding_window_length": 100}}
+}
+"""
+
+
+def test_cudnn_computes_the_pairs_of_its_mask():
+    """Two products of the size of the logits forward, five backward."""
+    module = Module(CUDNN)
+    seen = np.tril(np.ones((512, 512), bool))
+    local = seen & ~np.tri(512, k=-100, dtype=bool)
+    product = 2 * 2 * 4 * 256
+    flops = {name: kernel_flops(module, module.instructions[name]) for name in ("fwd.1", "bwd.1")}
+    assert flops == {"fwd.1": 2 * product * seen.sum(), "bwd.1": 5 * product * local.sum()}
+    # with memory that takes no time
+    h100 = dataclasses.replace(ACCELERATORS["h100"], memory_gb_s=1e9)
+    for name, spent in Timeline(CUDNN, h100).estimate().spent.items():
+        assert spent.part == "attention"
+        assert spent.seconds == pytest.approx(flops[name] / (OTHER_SHARE * 1e12 * h100.peak_tflops))
