@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import math
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,12 @@ def test_a_step_holds_its_part_of_the_state_and_donates_it(name):
     # the metrics
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**16
     assert peak_bytes(compiled) < 2**26
+
+
+def test_heads_are_rotated_by_a_product_and_gradients_of_biases_are_sums():
+    hlo = _small(SLICE, "mesh.tp=8").as_text()
+    assert "attention/bthk,bhkj->bthj/dot_general" in hlo
+    assert re.search(r"ff/in\S*/reduce_sum", hlo)
 
 
 @pytest.mark.parametrize("name", ["v3-8", "v5e-8"])
