@@ -25,7 +25,7 @@ from mesh_transformer.runtime import cli
 
 # of a bound that a value may exceed
 TOLERANCE = 0.02
-# figures of which more is better
+# figures that should be large
 LEAST = ("mfu",)
 
 ONE_MICROBATCH = "optimizer.gradient_accumulation_steps=1"

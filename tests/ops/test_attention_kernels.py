@@ -144,7 +144,7 @@ def formula(
 
 
 def assert_attention(partition: Partition, arrays: Any, options: dict[str, Any], segments: jax.Array | None) -> None:
-    """The output and the gradients are those of the formula.
+    """The output and the gradients equal the formula's.
 
     In float32 the largest difference is 1e-5 of the largest value. In bfloat16 the root of the mean square of the
     differences is 3.5e-3 of the values' own: to round the values alone is 1.6e-3, and weights, output and gradients are

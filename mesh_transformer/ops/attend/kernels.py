@@ -125,7 +125,7 @@ def case_of(
     softcap: float | None,
     ring: str | None = None,
 ) -> Case:
-    """The case of an attention: the arguments are those of `attend`, `length` and `ring` as in `Case`."""
+    """The case of an attention: `length` and `ring` as in `Case`, all other arguments as in `attend`."""
     target, known = Target.of(partition.mesh.devices.flat[0]), windows
     if window is None or isinstance(window, int):
         known = (window,)

@@ -91,7 +91,7 @@ class Blocks(Protocol):
     def backward(
         self, rows: Backward, key: Keys, masked: bool, dquery: QueryGradients, dkey: KeyGradients
     ) -> Gradients:
-        """The gradients with those of this block added."""
+        """The gradients, with the gradients of this block added."""
 
 
 @dataclasses.dataclass(frozen=True)

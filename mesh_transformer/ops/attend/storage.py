@@ -32,7 +32,7 @@ def capacity(group: Group) -> int:
 
 
 def axes_of(name: str | None) -> Axes:
-    """The names of the dimensions of an array, of which the heads are `name`."""
+    """The names of the dimensions of an array; `name` is the name of the heads."""
     return None, None, name, None, None
 
 
@@ -159,7 +159,7 @@ class Tiled:
         new: Sequence[jax.Array],
         length: int,
     ) -> Group:
-        """`write` for consecutive layers, the first of which is `layer`: `new` is (layers, B, T, J, K) each."""
+        """`write` for consecutive layers from `layer` on: `new` is (layers, B, T, J, K) each."""
         ring, several = length > capacity(group), positions_BT.shape[1] > 1
         # a chunk that begins before the end of a ring continues at its start
         laps = (0, capacity(group)) if ring and several else (0,)

@@ -191,7 +191,7 @@ def test_serving(preflight, messages):
 @needs_libtpu
 @pytest.mark.tpu
 def test_tables_of_operations(preflight, tmp_path):
-    """Each compiled program has a table, whose seconds and parts are those of its row."""
+    """Each compiled program has a table, with the seconds and parts of its row."""
     code, (first, second) = preflight(tpu=["v5e-8"], search=True, compile=2, op_table="a/tables")
     assert code == 0
     assert [row["op_table"] for row in (first, second)] == [f"a/tables/v5e-8-train-{number}.tsv" for number in (1, 2)]
