@@ -103,6 +103,7 @@ class OwnStep:
         import jax
 
         from mesh_transformer.runtime.training.session import open_session
+        from mesh_transformer.sequences import Sequences
         from mesh_transformer.train.step import TrainProgram
 
         self.session = open_session(config)
@@ -110,7 +111,7 @@ class OwnStep:
         self.state = self.program.init(jax.random.key(0))
         accumulation = config.optimizer.gradient_accumulation_steps
         tokens = random_tokens(config, accumulation, self.session.microbatch)
-        self.tokens = self.session.place_batch(tokens)
+        self.tokens = self.session.place_batch(Sequences(tokens))
 
     def __call__(self) -> None:
         import jax

@@ -29,6 +29,7 @@ RANKS = [
         "host_memory",
         "hub",
         "liveness",
+        "sequences",
         "slices",
         "spec",
         "stop_signals",

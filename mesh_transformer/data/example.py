@@ -1,13 +1,18 @@
 """The message in a record: a `tf.train.Example` whose int64 feature `text` is a list of tokens.
 
-The bytes equal those that TensorFlow writes. The reader accepts packed and unpacked numbers and ignores other features.
+Two short features may stand beside it, which readers of 2021 ignore: `documents`, the lengths of the documents in the
+record, and `loss`, the lengths of alternating runs of tokens, the first one not learned. The bytes equal those that
+TensorFlow writes. The reader accepts packed and unpacked numbers and ignores other features.
 """
+
+from typing import Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.sequences import Example
 
 _MAX_TOKEN = 2**31 - 1
 # the other types of a Feature
@@ -39,18 +44,22 @@ _pool.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
 _Example = message_factory.GetMessageClass(_pool.FindMessageTypeByName("mesh_transformer.Example"))
 
 
-def encode_example(tokens: np.ndarray) -> bytes:
-    """The serialized Example of `tokens`, non-negative integers (n,)."""
+def encode_example(tokens: np.ndarray, documents: np.ndarray | None = None, loss: np.ndarray | None = None) -> bytes:
+    """A serialized Example of non-negative integers; the arguments are the fields of `Example`."""
     example = _Example()
-    example.features.feature["text"].int64_list.value.extend(tokens.tolist())
-    return example.SerializeToString()
+    for name, values in (("text", tokens), ("documents", documents), ("loss", loss)):
+        if values is not None:
+            example.features.feature[name].int64_list.value.extend(values.tolist())
+    # the order of a map's entries is not fixed otherwise
+    return example.SerializeToString(deterministic=True)
 
 
-def decode_example(data: bytes) -> np.ndarray:
-    """The tokens of a serialized Example, int32 (n,).
+def decode_example(data: bytes) -> Example:
+    """The content of a serialized Example.
 
     Raises:
-        UserError: `data` is no Example, or its `text` is missing, of bytes or floats, or outside 0..2**31 - 1.
+        UserError: `data` is no Example; `text` is missing; a feature is of bytes or floats, or outside
+            0..2**31 - 1; the lengths of `documents` or `loss` exceed the tokens.
     """
     try:
         features = _Example.FromString(data).features.feature
@@ -59,15 +68,31 @@ def decode_example(data: bytes) -> np.ndarray:
     if "text" not in features:
         some = ", ".join(list(features)[:5])
         raise UserError(f"the record has no feature `text` (it has: {some or 'none'})")
-    feature = features["text"]
+    tokens = _numbers(features, "text").astype(np.int32)
+    return Example(tokens, _lengths(features, "documents", len(tokens)), _lengths(features, "loss", len(tokens)))
+
+
+def _lengths(features: Any, name: str, tokens: int) -> np.ndarray | None:
+    if name not in features:
+        return None
+    values = _numbers(features, name)
+    if name == "documents" and not values.all():
+        raise UserError("its feature `documents` has a length of 0: make the records again")
+    if values.sum() > tokens:
+        raise UserError(f"the lengths of its feature `{name}` add up to {values.sum()}, and it has {tokens} tokens")
+    return values
+
+
+def _numbers(features: Any, name: str) -> np.ndarray:
+    feature = features[name]
     for field, kind in _OTHER_LISTS.items():
         if feature.HasField(field):
             raise UserError(
-                f"its feature `text` holds {kind}; tokens must be int64: make the records from the "
+                f"its feature `{name}` holds {kind}; tokens must be int64: make the records from the "
                 "text with create_finetune_tfrecords.py"
             )
     values = np.array(feature.int64_list.value, np.int64)
     for number in (values.min(initial=0), values.max(initial=0)):
         if not 0 <= number <= _MAX_TOKEN:
             raise UserError(f"the record holds {number}, which is no token: allowed are 0..{_MAX_TOKEN}")
-    return values.astype(np.int32)
+    return values

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grain
-import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
 from mesh_transformer.data.prepare import cached_records, former_cached_name
@@ -20,11 +19,12 @@ from mesh_transformer.data.sources import find_source, is_text, record_files
 from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
 from mesh_transformer.data.text_counts import TextCounts, counts_of_cached, counts_of_index
 from mesh_transformer.errors import UserError, plural
+from mesh_transformer.sequences import Example, Sequences
 
 _log = logging.getLogger(__name__)
 
 
-class Loader(Iterator[np.ndarray], Protocol):
+class Loader(Iterator[Sequences], Protocol):
     """An endless iterator of batches whose position can be stored."""
 
     def get_state(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def make_train_loader(
     tokenizer: str | None = None,
     prefetch: int = 2,
 ) -> Loader:
-    """An endless iterator of training batches: int32 arrays (accumulation, rows, seq + 1).
+    """An endless iterator of training batches: `Sequences` (accumulation, rows, seq + 1).
 
     Args:
         source: an index file, a .tfrecords file or a .txt file; a path, gs:// or a name under data/.
@@ -129,7 +129,7 @@ def make_val_loader(
     tokenizer: str | None = None,
     prefetch: int = 2,
 ) -> Batches:
-    """Validation batches, int32 arrays (rows, seq + 1); each iteration starts with the first record.
+    """Validation batches, `Sequences` (rows, seq + 1); each iteration starts with the first record.
 
     The records that fill no batch at the end of a file are dropped. Without `repeat` an iteration ends with the last
     file, otherwise never. Arguments and errors as in `make_train_loader`.
@@ -142,7 +142,7 @@ def make_val_loader(
     def begin() -> _BatchIterator:
         return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
 
-    batches = _Batches(begin).map(lambda microbatches: microbatches[0])
+    batches = _Batches(begin).map(lambda microbatches: microbatches.map(lambda array: array[0]))
     return _Counted(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch), counts)
 
 
@@ -166,7 +166,7 @@ def _files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]
         with RecordReader(file) as reader:
             record = reader.read()
         if record is not None:
-            _tokens(record, shape)
+            _example(record, shape)
             return files
     raise UserError(f"{path}: no record in {plural(len(files), 'record file')}: make the data again")
 
@@ -195,25 +195,24 @@ class _BatchIterator(grain.DatasetIterator):
         self._dropped: list[int] = []
         self._drop_logged, self._yielded_a_batch = False, False
 
-    def __next__(self) -> np.ndarray:
-        shape = self._shape
-        place = {row: i for i, row in enumerate(shape.rows)}
-        out = np.empty((shape.accumulation, len(place), shape.seq + 1), np.int32)
+    def __next__(self) -> Sequences:
+        shape, rows = self._shape, frozenset(self._shape.rows)
+        examples: list[Example] = []
         filled = 0
         while filled < shape.records:
-            micro, row = divmod(filled, shape.batch)
-            mine = row in place
+            mine = filled % shape.batch in rows
             record = self._stream.draw(mine)
             if record is None:
                 self._drop(filled)
-                filled = 0
+                examples, filled = [], 0
                 continue
             if mine:
-                out[micro, place[row]] = _tokens(record, shape)
+                examples.append(_example(record, shape))
             filled += 1
         self._dropped.clear()
         self._yielded_a_batch = True
-        return out
+        found = Sequences.of(examples, documents=False, learned=False)
+        return found.map(lambda array: array.reshape(shape.accumulation, len(rows), *array.shape[1:]))
 
     def get_state(self) -> dict[str, Any]:
         return stored_position(self._stream)
@@ -267,8 +266,9 @@ class _Batches(grain.IterDataset):
         return self._make()
 
 
-def _tokens(record: Record, shape: Batching) -> np.ndarray:
-    tokens, seq = record.tokens(), shape.seq
+def _example(record: Record, shape: Batching) -> Example:
+    example, seq = record.example(), shape.seq
+    tokens = example.tokens
     if len(tokens) != seq + 1:
         raise UserError(
             f"{record.path}: record {record.number} at byte {record.offset} has {len(tokens)} tokens, "
@@ -282,4 +282,4 @@ def _tokens(record: Record, shape: Batching) -> np.ndarray:
             f"{tokens.max() if tokens.max() >= shape.n_vocab else tokens.min()}, and model.n_vocab is "
             f"{shape.n_vocab}: raise model.n_vocab, or make the records with the model's tokenizer (data.tokenizer)"
         )
-    return tokens
+    return example

@@ -18,6 +18,7 @@ from mesh_transformer.data.example import decode_example, encode_example
 from mesh_transformer.data.inflate import detect, inflated
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import is_remote, open_binary
+from mesh_transformer.sequences import Example
 
 MAX_RECORD_BYTES = 64 << 20
 _HEADER = struct.Struct("<QI")
@@ -33,8 +34,8 @@ class Record(NamedTuple):
     offset: int
     data: bytes
 
-    def tokens(self) -> np.ndarray:
-        """The tokens of the record, int32 (n,).
+    def example(self) -> Example:
+        """The content of the record.
 
         Raises:
             UserError: the record holds no tokens; names the file, the record and its offset.
@@ -136,9 +137,11 @@ class RecordReader:
         )
 
 
-def write_record(file: IO[bytes], tokens: np.ndarray) -> None:
-    """Append one record of `tokens` to `file`."""
-    data = encode_example(tokens)
+def write_record(
+    file: IO[bytes], tokens: np.ndarray, documents: np.ndarray | None = None, loss: np.ndarray | None = None
+) -> None:
+    """Append one record to `file`. The arguments are the fields of `Example`."""
+    data = encode_example(tokens, documents, loss)
     header = struct.pack("<Q", len(data))
     file.write(b"".join((header, _checksum(header), data, _checksum(data))))
 

@@ -27,39 +27,13 @@ from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Params, use
+from mesh_transformer.sequences import Sequences
 from mesh_transformer.spec import Layer, Run
 from mesh_transformer.train import experts, pipeline
+from mesh_transformer.train.batch import Batch, as_sequences
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
 from mesh_transformer.train.replicas import summed_once
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side
-
-
-class Batch(NamedTuple):
-    """The batch of a step, each array (A, B, T); or one microbatch, (B, T).
-
-    The positions are in the order of `Partition.sequence_order`.
-    """
-
-    tokens: jax.Array  # int32
-    targets: jax.Array  # int32
-    weights: jax.Array
-    """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is
-    therefore the weighted mean over all tokens, however they are spread over the microbatches. Where each replica
-    computes its part of B on its own, the weights of each part sum to A."""
-    noise: jax.Array | None = None
-    """`Dropout.noise_BT2`; None: no dropout."""
-
-    @classmethod
-    def of(cls, tokens_ABT: jax.Array, replicas: int = 1, noise_ABT2: jax.Array | None = None) -> Self:
-        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens with equal weights. `replicas` compute their parts of B
-        on their own."""
-        tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
-        order = context.order(tokens.shape[-1])
-        if order is not None:
-            tokens, targets = tokens[..., order], targets[..., order]
-            noise_ABT2 = None if noise_ABT2 is None else noise_ABT2[..., order, :]
-        weights = jnp.full(targets.shape, replicas / (targets.shape[-1] * targets.shape[-2]))
-        return cls(tokens, targets, weights, noise_ABT2)
 
 
 class NoiseAverages(NamedTuple):
@@ -167,8 +141,8 @@ class TrainProgram:
         # what a checkpoint is restored into
         self.abstract_state = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, self.state_shardings)
         whole = self.partition.sharding()
-        self.batch_sharding = self.partition.sharding(None, "batch", None)
-        self.eval_sharding = self.partition.sharding("batch", None)
+        self.batch_sharding = self.partition.sharding(None, "batch")
+        self.eval_sharding = self.partition.sharding("batch")
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
         self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1, 2))
         self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
@@ -213,10 +187,11 @@ class TrainProgram:
         params, frozen = self.split(self.model.init(key))
         return _begin(params, self.optimizer.init(params), frozen)
 
-    def _train_step(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[TrainState, Metrics]:
-        """One update from tokens (A, B, T + 1) int32. Metrics are float32 scalars named as they are logged."""
+    def _train_step(self, state: TrainState, sequences: Sequences | jax.Array) -> tuple[TrainState, Metrics]:
+        """One update from sequences (A, B, T + 1), or from their tokens alone. Metrics are float32 scalars named as
+        they are logged."""
         with use(self.partition):
-            gradients, metrics, squares = self._gradients(state, tokens_ABT)
+            gradients, metrics, squares = self._gradients(state, as_sequences(sequences))
         metrics, means = metrics["scalars"], metrics["means"]
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
@@ -229,9 +204,9 @@ class TrainProgram:
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
         if len(squares) > 1:
-            sequences = math.prod(tokens_ABT.shape[:2])
-            small, alpha = sequences // len(squares), self.config.optimizer.noise_scale_alpha
-            averages, scale = update_noise(averages, alpha, small, squares.mean(), sequences, jnp.square(norm))
+            big, alpha = math.prod(as_sequences(sequences).tokens.shape[:2]), self.config.optimizer.noise_scale_alpha
+            small = big // len(squares)
+            averages, scale = update_noise(averages, alpha, small, squares.mean(), big, jnp.square(norm))
             metrics.update({f"noise/{name}": value for name, value in scale.items()})
         new = TrainState(state.step + 1, params, opt_state, averages, state.skipped, state.frozen)
         metrics |= {
@@ -245,15 +220,15 @@ class TrainProgram:
             new = _keep_if(finite, new, state)
         return new, metrics | {"skipped": new.skipped}
 
-    def _gradients(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
+    def _gradients(self, state: TrainState, sequences: Sequences) -> tuple[Params, Metrics, jax.Array]:
         """The results of `Schedule.gradients`."""
         params = self._for_compute(state.params, self.axes)
         frozen = self._for_compute(state.frozen, self.frozen_axes)
         parts, noise_ABT2 = self._parts(self._objective, self._dispatch), None
         if self.config.optimizer.dropout:
-            *microbatch, length = tokens_ABT.shape
+            *microbatch, length = sequences.tokens.shape
             noise_ABT2 = noise(self.config.model.seed, state.step, (*microbatch, length - 1))
-        return self.schedule.gradients(parts, params, frozen, Batch.of(tokens_ABT, self._replicas, noise_ABT2))
+        return self.schedule.gradients(parts, params, frozen, Batch.of(sequences, self._replicas, noise_ABT2))
 
     def _parts(self, objective: Objective, dispatch: Dispatch) -> Parts:
         """The model's functions and data, with this term of each token in the loss."""
@@ -339,14 +314,14 @@ class TrainProgram:
         needed, positions = math.prod(rows) * 4 / 2**20 / int(self.model.compute.logits_mib), rows[1]
         return next(n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions))
 
-    def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
-        """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32; of a model with
+    def _eval_step(self, params: Params, sequences: Sequences | jax.Array) -> Metrics:
+        """Mean loss without z-loss, loss of the last token, and accuracy, of sequences (B, T + 1); of a model with
         experts, also their load (`experts.load`). `params`: float32, all."""
         with use(self.partition):
             params = self.placement.cast(params)
             # no token is dropped
             parts = self._parts(lambda per_token: per_token.nll, Dispatch(self._dispatch.exchange))
-            loss, per_token, means = self.schedule.loss(parts, params, Batch.of(tokens_BT))
+            loss, per_token, means = self.schedule.loss(parts, params, Batch.of(as_sequences(sequences)))
         found = {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
         return {**found, experts.LOAD: experts.load(means)} if means else found
 

@@ -24,7 +24,7 @@ def test_golden_training_batches(golden, case, accumulation, batch):
     want = np.load(golden / "loader_golden.npz")[f"{case}/batches"]
     index = str(golden / "tiny.train.index")
     loader = make_train_loader(index, seq=64, accumulation=accumulation, batch=batch, rows=range(batch))
-    got = np.stack([next(loader) for _ in want])
+    got = np.stack([next(loader).tokens for _ in want])
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, want)
 
@@ -34,9 +34,12 @@ def test_golden_validation_batches(golden):
     index = str(golden / "tiny.val.index")
     val = make_val_loader(index, seq=64, batch=2, rows=range(2))
     for _ in range(2):
-        np.testing.assert_array_equal(np.stack(list(itertools.islice(val, 5))), want["val_2/batches"])
+        found = np.stack([batch.tokens for batch in itertools.islice(val, 5)])
+        np.testing.assert_array_equal(found, want["val_2/batches"])
+            np.stack([batch.tokens for batch in itertools.islice(val, 5)]), want["val_2/batches"]
+        )
     once = make_val_loader(index, seq=64, batch=2, rows=range(2), repeat=False)
-    np.testing.assert_array_equal(np.stack(list(once)), want["val_2/sample_once"])
+    np.testing.assert_array_equal(np.stack([batch.tokens for batch in once]), want["val_2/sample_once"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -44,8 +47,8 @@ def test_hosts_split_the_rows_and_share_the_position(dataset, mode):
     whole = train(dataset, **mode)
     hosts = [train(dataset, rows=range(k, k + 1), **mode) for k in range(2)]
     for _ in range(9):
-        parts = [next(host) for host in hosts]
-        np.testing.assert_array_equal(np.concatenate(parts, 1), next(whole))
+        parts = [next(host).tokens for host in hosts]
+        np.testing.assert_array_equal(np.concatenate(parts, 1), next(whole).tokens)
         assert hosts[0].get_state() == hosts[1].get_state() == whole.get_state()
     other = train(dataset, **mode)
     other.set_state(hosts[1].get_state())
@@ -59,9 +62,9 @@ def test_a_host_takes_any_rows(dataset, mode):
     whole = make_train_loader(str(dataset), rows=range(4), **options)
     hosts = [(rows, make_train_loader(str(dataset), rows=rows, **options)) for rows in ((0, 3), (1, 2, 3), (2,))]
     for _ in range(6):
-        batch = next(whole)
+        batch = next(whole).tokens
         for rows, host in hosts:
-            np.testing.assert_array_equal(next(host), batch[:, list(rows)])
+            np.testing.assert_array_equal(next(host).tokens, batch[:, list(rows)])
             assert host.get_state() == whole.get_state()
 
 
@@ -260,7 +263,7 @@ def test_text_is_tokenized_once(tmp_path, monkeypatch):
 
     def first():
         loader = make_train_loader(source, seq=16, batch=3, rows=range(3), tokenizer="bytes")
-        return bytes(next(loader).astype(np.uint8).reshape(-1)).decode()
+        return bytes(next(loader).tokens.astype(np.uint8).reshape(-1)).decode()
 
     assert first() == text[:51]
     folder = tmp_path / "cache" / "mesh_transformer" / "datasets"
@@ -298,7 +301,7 @@ def test_a_position_in_a_text_that_an_earlier_version_stored(tmp_path, monkeypat
     former = {**state, "name": f"play-{key}.tfrecords"}
     assert former != state
     resumed.set_state(former)
-    np.testing.assert_array_equal(next(resumed), next(first))
+    np.testing.assert_array_equal(next(resumed).tokens, next(first).tokens)
     assert resumed.get_state() == first.get_state()
     with pytest.raises(UserError, match="the stored data position is in play-other.tfrecords"):
         loader().set_state({**state, "name": "play-other.tfrecords"})

@@ -208,7 +208,7 @@ def test_ids_that_leave_numbers_out(tmp_path):
     (tmp_path / "a.txt").write_text("ab" * 50)
     written = prepare([str(tmp_path / "a.txt")], "out", str(tmp_path), ours, Options(seq=9))
     with RecordReader(written.path) as records:
-        assert set(records.read().tokens().tolist()) == {1, 70_000}
+        assert set(records.read().example().tokens.tolist()) == {1, 70_000}
 
 
 FAR = (1 << 20) + 1

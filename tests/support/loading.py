@@ -17,10 +17,10 @@ def train(index, *, rows=range(2), prefetch=2, **kwargs):
 
 
 def take(loader, n):
-    return [next(loader)[..., 0].tolist() for _ in range(n)]
+    return [next(loader).tokens[..., 0].tolist() for _ in range(n)]
 
 
 def read_records(path):
     with RecordReader(path) as reader:
         while (record := reader.read()) is not None:
-            yield record.tokens()
+            yield record.example().tokens

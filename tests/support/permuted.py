@@ -33,6 +33,7 @@ from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_fe
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.start import TuningSource
 from mesh_transformer.runtime.training.trainer import Interrupt, TrainingRun
+from mesh_transformer.sequences import Sequences
 from mesh_transformer.train.step import TrainProgram
 from support.commands import metrics, write_run
 
@@ -146,7 +147,8 @@ def _check_placement(session: Session) -> None:
     _check(session.place_eval(next(iter(mine))), next(iter(whole)))
 
 
-def _check(placed: jax.Array, whole: np.ndarray) -> None:
+def _check(placed: Sequences, whole: Sequences) -> None:
+    placed, whole = placed.tokens, whole.tokens
     assert placed.shape == whole.shape
     for shard in placed.addressable_shards:
         np.testing.assert_array_equal(shard.data, whole[shard.index])

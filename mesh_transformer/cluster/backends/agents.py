@@ -1,6 +1,7 @@
 """The interface of a cluster: one agent on each host. `ProcessCluster` has its agents in the driver's own process."""
 
 import abc
+import functools
 import os
 import time
 import uuid
@@ -15,6 +16,7 @@ from mesh_transformer.cluster.base import Event, Job, Poll, Status, Variables
 from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.agent import TAKEOVER_AFTER_S, Agent, TakenOver
 from mesh_transformer.errors import UserError
+from mesh_transformer.sequences import Sequences
 
 STATUS_TIMEOUT_S = 3.0
 # after this time the agents accept this driver if the previous one is dead
@@ -86,7 +88,7 @@ class AgentCluster(abc.ABC):
     def kill(self) -> None:
         """End all worker processes and agents at once, including those that are stopped or do not answer."""
 
-    def _transferable(self, rows: np.ndarray) -> Any:
+    def _transferable(self, rows: Sequences) -> Any:
         """The argument of an agent's `feed` for these rows."""
         return rows
 
@@ -150,18 +152,21 @@ class AgentCluster(abc.ABC):
             record.events_read, record.log_offset = answer["count"], answer["offset"]
         return Poll(tuple(record.status for record in self._records), tuple(events), tuple(lines))
 
-    def feed(self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int) -> bool:
+    def feed(self, number: int, batch: Sequences, rows: Sequence[Sequence[int]], state: Any, held_by_all: int) -> bool:
         """Send batch `number` to all workers, to each its rows, with the state of the loader after this batch.
 
         Args:
-            batch: (microbatches, sequences, tokens), integers.
+            batch: (microbatches, sequences, tokens).
             rows: the sequences of each worker.
             held_by_all: all workers hold the batches up to this number.
 
         Returns:
             Whether all workers have received it. If not, send it again.
         """
-        shares = {part: self._transferable(np.take(batch, part, axis=1)) for part in set(map(tuple, rows))}
+        parts = set(map(tuple, rows))
+        shares = {
+            part: self._transferable(batch.map(functools.partial(np.take, indices=part, axis=1))) for part in parts
+        }
         arguments = [(self._driver, number, shares[tuple(part)], state, held_by_all) for part in rows]
         return all(answer is True for answer in self._call("feed", arguments, FEED_TIMEOUT_S))
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -31,6 +30,7 @@ from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.agent import Agent, TakenOver
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
+from mesh_transformer.sequences import Sequences
 
 NAMESPACE = "mesh-transformer"
 RESOURCE = "tpu_worker_"
@@ -109,7 +109,7 @@ class RayCluster(AgentCluster):
             self._head_answered = now
         return None
 
-    def feed(self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int) -> bool:
+    def feed(self, number: int, batch: Sequences, rows: Sequence[Sequence[int]], state: Any, held_by_all: int) -> bool:
         return self._head_failure() is None and super().feed(number, batch, rows, state, held_by_all)
 
     def _open_agents(self) -> None:
@@ -148,7 +148,7 @@ class RayCluster(AgentCluster):
             self._pending = {i: call for i, call in enumerate(calls) if call not in ready}
         return [_answer(call) if call in ready else NoAnswer() for call in calls]
 
-    def _transferable(self, rows: np.ndarray) -> Any:
+    def _transferable(self, rows: Sequences) -> Any:
         return ray.put(rows) if rows.nbytes > INLINE_BYTES else rows
 
     def _host_alive(self, worker_id: int) -> bool | None:

@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from mesh_transformer.cluster.base import Event, Job, Process, Status, Variables
 from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, may_take
+from mesh_transformer.sequences import Sequences
 
 # after this time without contact from its driver an agent accepts another one
 TAKEOVER_AFTER_S = 5.0
@@ -112,7 +111,7 @@ class WorkerProcess:
             self._dropped += drop
             return self._dropped + len(self._events), list(self._events)
 
-    def feed(self, number: int, rows: np.ndarray, state: Any, held_by_all: int) -> bool:
+    def feed(self, number: int, rows: Sequences, state: Any, held_by_all: int) -> bool:
         """Send a batch to the worker. Returns False if there is no room for it within a second.
 
         A batch that was sent before is dropped.
@@ -124,7 +123,7 @@ class WorkerProcess:
             if number != self._sent or not self._has_room():
                 return False
             self._sent += 1
-        return self._send((number, np.asarray(rows, np.int32), state, held_by_all))
+        return self._send((number, rows, state, held_by_all))
 
     def stop(self) -> None:
         """Send SIGTERM: the worker saves and ends."""
@@ -263,7 +262,7 @@ class Agent:
         offset, lines = self._lines(log_offset)
         return {"status": status, "count": count, "events": events, "offset": offset, "lines": lines}
 
-    def feed(self, driver: str, number: int, rows: np.ndarray, state: Any, held_by_all: int) -> bool:
+    def feed(self, driver: str, number: int, rows: Sequences, state: Any, held_by_all: int) -> bool:
         """Send a batch to the worker. Returns False if there is no room for it."""
         worker = self._worker_for(driver)
         return worker is not None and worker.feed(number, rows, state, held_by_all)

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from mesh_transformer.config import Config
+from mesh_transformer.sequences import Sequences
 
 # limit for the batches that a worker holds
 BUFFER_BATCHES = 8
@@ -46,7 +45,7 @@ class StreamedFeed:
 
     def __init__(self, send: Callable[[dict[str, Any]], None], rows: Sequence[int], microbatch: int):
         self._send, self._rows, self._microbatch = send, rows, microbatch
-        self._batches: dict[int, tuple[np.ndarray, Any]] = {}
+        self._batches: dict[int, tuple[Sequences, Any]] = {}
         self._taken, self._held_by_all = 0, -1
         # when the end of the run was announced
         self._drain_began: float | None = None
@@ -54,7 +53,7 @@ class StreamedFeed:
         self._requested = False
         self._changed = threading.Condition()
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> Sequences:
         if not self._requested:
             self._requested = True
             request = {"rows": list(self._rows), "microbatch": self._microbatch, "state": self._state}
@@ -84,7 +83,7 @@ class StreamedFeed:
     def close(self) -> None:
         """Does nothing: no file is open."""
 
-    def put(self, number: int, batch: np.ndarray, state: Any, held_by_all: int) -> None:
+    def put(self, number: int, batch: Sequences, state: Any, held_by_all: int) -> None:
         """Add a batch that has arrived, from any thread. All workers hold the batches up to `held_by_all`."""
         with self._changed:
             self._batches[number] = (batch, state)

@@ -13,6 +13,7 @@ from mesh_transformer.errors import plural
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.mesh import process_rows
+from mesh_transformer.sequences import Sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +70,28 @@ class Session:
         """The indices of the sequences of a global batch that the devices of this process hold, ascending."""
         return process_rows(self._batch_sharding, batch, jax.process_index())
 
-    def place_batch(self, tokens: np.ndarray) -> jax.Array:
-        """Make the global array of a training batch from this process's part, (A, rows, T + 1)."""
-        shape = (len(tokens), self.microbatch, tokens.shape[-1])
-        sharding = self.placement.partition.sharding(None, "batch", None)
-        return jax.make_array_from_process_local_data(sharding, tokens, shape)
+    def place_batch(self, sequences: Sequences) -> Sequences:
+        """Make the global arrays of a training batch from this process's part, (A, rows, T + 1)."""
+        sharding = self.placement.partition.sharding(None, "batch")
 
-    def place_eval(self, tokens: np.ndarray) -> jax.Array:
-        """Make the global array of a validation batch from this process's part, (rows, T + 1)."""
-        shape = (self.val_batch, tokens.shape[-1])
-        return jax.make_array_from_process_local_data(self._batch_sharding, tokens, shape)
+        def place(array: np.ndarray) -> jax.Array:
+            shape = (len(array), self.microbatch, *array.shape[2:])
+            return jax.make_array_from_process_local_data(sharding, array, shape)
+
+        return sequences.map(place)
+
+    def place_eval(self, sequences: Sequences) -> Sequences:
+        """Make the global arrays of a validation batch from this process's part, (rows, T + 1)."""
+
+        def place(array: np.ndarray) -> jax.Array:
+            shape = (self.val_batch, *array.shape[1:])
+            return jax.make_array_from_process_local_data(self._batch_sharding, array, shape)
+
+        return sequences.map(place)
 
     @property
     def _batch_sharding(self) -> jax.sharding.NamedSharding:
-        return self.placement.partition.sharding("batch", None)
+        return self.placement.partition.sharding("batch")
 
     @property
     def val_batch(self) -> int:
