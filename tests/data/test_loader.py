@@ -36,8 +36,6 @@ def test_golden_validation_batches(golden):
     for _ in range(2):
         found = np.stack([batch.tokens for batch in itertools.islice(val, 5)])
         np.testing.assert_array_equal(found, want["val_2/batches"])
-            np.stack([batch.tokens for batch in itertools.islice(val, 5)]), want["val_2/batches"]
-        )
     once = make_val_loader(index, seq=64, batch=2, rows=range(2), repeat=False)
     np.testing.assert_array_equal(np.stack([batch.tokens for batch in once]), want["val_2/sample_once"])
 
