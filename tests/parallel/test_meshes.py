@@ -13,6 +13,7 @@ from support.builders import TINY, program
 
 from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.parallel.sharding import use
+from mesh_transformer.sequences import Sequences
 from mesh_transformer.train.step import TrainProgram, compile_step
 
 MESHES = {
@@ -45,7 +46,7 @@ def _gradients(mesh: str | None):
 
     def gradients(state, tokens):
         with use(run.partition):
-            return run._gradients(state, tokens)
+            return run._gradients(state, Sequences(tokens))
 
     state = run.init(jax.random.key(1))
     return jax.device_get((state.params, *jax.jit(gradients)(state, TOKENS)))
