@@ -1,148 +1,18 @@
-"""The messages and tools of a chat: from JSON to what a chat template gets."""
+"""The types of a chat's messages and tools in requests."""
 
-import json
-from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator
 
-from mesh_transformer.config.describe import short
-
-MAX_MESSAGES, MAX_ROLE_CHARS = 10_000, 100
-MAX_TOOLS, MAX_TOOL_CALLS = 1000, 1000
-# of a tool or of the arguments of a call; real schemas have fewer than 20
-MAX_DEPTH = 100
-_ALLOWED_PARTS = 'a text, or a list of parts such as {"type": "text", "text": "..."}'
-_ALLOWED_TOOL = '{"type": "function", "function": {"name": "..."}}'
-# they may have nothing to say besides a call or its end
-_MAY_BE_SILENT = ("assistant", "tool", "function")
-# names of the assistant's thoughts in messages; the first is the one that most templates read
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-# fields of a message that this server does not have
-_NO_FIELDS = {
-    "function_call": "tool_calls replaced it",
-    "audio": "this server reads text only",
-}
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template: the role, the content as one text, tool calls, and other fields that are texts."""
-    if not isinstance(value, list) or not value:
-        raise ValueError('must be a list of messages such as {"role": "user", "content": "..."}')
-    if len(value) > MAX_MESSAGES:
-        raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are allowed")
-    return [_message(message, f"message {number}") for number, message in enumerate(value)]
-
-
-def _message(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} must be an object with role and content; got {short(value)}")
-    role = value.get("role")
-    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
-        raise ValueError(f"{place} must have a role, such as user or assistant; got {short(role)}")
-    for name, reason in _NO_FIELDS.items():
-        if value.get(name):
-            raise ValueError(f"{place} has {name}, which this server does not support: {reason}; leave it out")
-    others = {name: other for name, other in value.items() if isinstance(other, str)}
-    reasoning = next((others[name] for name in _REASONING if name in others), None)
-    if reasoning is not None:
-        # as transformers and vLLM: a template finds it by each of the names
-        others = {"thinking": reasoning, "reasoning": reasoning, **others, "reasoning_content": reasoning}
-    content = _content(value.get("content"), role, place)
-    return {**others, "role": role, "content": content, **_tool_calls(value, role, place)}
-
-
-def _content(value: Any, role: str, place: str) -> str:
-    """The texts of a content, joined by line feeds, as vLLM does."""
-    if isinstance(value, str):
-        return value
-    if value is None and role in _MAY_BE_SILENT:
-        return ""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{place} must have a content: {_ALLOWED_PARTS}; got {short(value)}")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            got = short(part if kind is None or kind == "text" else kind)
-            raise ValueError(f"{place} has a part that is not text ({got}); the content must be {_ALLOWED_PARTS}")
-    return "\n".join(part["text"] for part in value)
-
-
-def _tool_calls(message: dict[str, Any], role: str, place: str) -> dict[str, Any]:
-    """{"tool_calls"} of a message, with arguments that are objects; empty if the message calls no tool."""
-    calls = message.get("tool_calls")
-    # some templates take an empty list for a call
-    if calls is None or calls == []:
-        return {}
-    if role != "assistant":
-        raise ValueError(
-            f"{place} has tool_calls, which only a message of the assistant may have; its role is {role!r}"
-        )
-    if not isinstance(calls, list) or len(calls) > MAX_TOOL_CALLS:
-        raise ValueError(f"{place} must have a list of at most {MAX_TOOL_CALLS} tool_calls; got {short(calls)}")
-    return {"tool_calls": [_tool_call(call, f"tool call {number} of {place}") for number, call in enumerate(calls)]}
-
-
-def _tool_call(value: Any, place: str) -> dict[str, Any]:
-    function = _function(
-        value, place, '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{}"}}'
-    )
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        # as vLLM: a model wrote them, and a refusal would end its conversation
-        arguments = {}
-    _check_depth(arguments, place)
-    return {**value, "function": {**function, "arguments": arguments}}
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    """Tools for a chat template, as they are."""
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list of tools such as {_ALLOWED_TOOL}; got {short(value)}")
-    if not value:
-        raise ValueError("is an empty list: give at least one tool, or leave the field out")
-    if len(value) > MAX_TOOLS:
-        raise ValueError(f"has {len(value)} tools; at most {MAX_TOOLS} are allowed")
-    for number, tool in enumerate(value):
-        function = _function(tool, f"tool {number}", _ALLOWED_TOOL)
-        parameters = function.get("parameters")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise ValueError(f"tool {number} must have parameters that are a JSON schema; got {short(parameters)}")
-        _check_depth(tool, f"tool {number}")
-    return value
-
-
-def _function(value: Any, place: str, form: str) -> dict[str, Any]:
-    """The function of a tool or of a call."""
-    if isinstance(value, dict) and value.get("type", "function") != "function":
-        raise ValueError(
-            f"{place} has the type {short(value['type'])}; this server has only tools of the type function"
-        )
-    function = value.get("function") if isinstance(value, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise ValueError(f"{place} must be an object such as {form}; got {short(value)}")
-    return function
-
-
-def _check_depth(value: Any, place: str) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _inner(outer)]
-        if not level:
-            return
-    raise ValueError(f"{place} is nested too deeply; at most {MAX_DEPTH} levels are allowed")
-
-
-def _inner(value: Any) -> Iterator[Any]:
-    """The lists and objects in a list or an object."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (each for each in values if isinstance(each, dict | list))
+from mesh_transformer.data.messages import (
+    MAX_MESSAGES,
+    MAX_ROLE_CHARS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    messages_of,
+    tools_of,
+)
 
 
 class TextPart(BaseModel):
@@ -195,6 +65,9 @@ class Tool(BaseModel):
 
 
 Messages = Annotated[
-    Any, PlainValidator(_messages, Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)])
+    Any,
+    PlainValidator(
+        partial(messages_of, any_arguments=True), Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    ),
 ]
-Tools = Annotated[Any, PlainValidator(_tools, Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)])]
+Tools = Annotated[Any, PlainValidator(tools_of, Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)])]

@@ -226,7 +226,7 @@ def nested(depth: int) -> Any:
         ({"tools": [3]}, "tools", "tool 0 must be an object such as"),
         ({"tools": [WEATHER, {"type": "function"}]}, "tools", "tool 1 must be an object such as"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "tool 0 must be an object such as"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools", "the type 'custom'; this server has only"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools", "the type 'custom'; only tools of"),
         ({"tools": [{"function": {"name": "a", "parameters": "x"}}]}, "tools", "that are a JSON schema; got 'x'"),
         ({"tools": [NOW] * 1001}, "tools", "1001 tools; at most 1000"),
         ({"tools": [{"function": {"name": "a", "parameters": nested(60)}}]}, "tools", "nested too deeply; at most 100"),
