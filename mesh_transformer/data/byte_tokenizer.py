@@ -25,6 +25,12 @@ class ByteTokenizer:
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_with_places(
+        self, text: str, *, literal: bool = False, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        places = [(at, at + 1) for at, character in enumerate(text) for _ in character.encode("utf-8", "replace")]
+        return self.encode(text), places
+
     def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
         known = (i for i in map(int, ids) if special_names or i != self.eot)
         return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")

@@ -67,6 +67,29 @@ class ChatTemplate:
             ToolsNotUsed: there are tools, and the template does not use them.
             UserError: the template refuses the messages, has a fault or exceeds a limit.
         """
+        return self._answer(self._request(messages, add_generation_prompt, tools, variables))["text"]
+
+    def render_answers(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """The text of a whole chat, and where the assistant's text is: first character and stop of each place.
+
+        The places are those that the template marks with {% generation %}; None: it has no such mark.
+
+        Raises:
+            ToolsNotUsed, UserError: as `render`; or the template makes text that is not Unicode.
+        """
+        found = self._answer({**self._request(messages, False, tools, None), "answers": True})
+        marked = found["answers"]
+        return found["text"], None if marked is None else [(first, stop) for first, stop in marked]
+
+    def _request(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Tool] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
         source = self._source
         if tools is not None:
             source = source if self._tool_source is None else self._tool_source
@@ -76,7 +99,7 @@ class ChatTemplate:
                 raise ToolsNotUsed("the chat template of this model does not use tools: leave the field out")
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         given = {"documents": None, **self._variables, **(variables or {}), **own}
-        return self._answer({"source": source, "variables": given})["text"]
+        return {"source": source, "variables": given}
 
     def close(self) -> None:
         """End the process. The next text starts another one."""

@@ -1,8 +1,9 @@
 """The program that renders chat templates. `chat_template.py` runs it as a process, which has little time and memory.
 
-It reads a JSON object per line, {"source", "variables"}, and answers each with a line, {"text"} or {"error"}. An object
-without "variables" asks for the names that the template reads: {"names"} or {"error"}. It imports nothing of this
-package, so that it starts in a tenth of a second.
+It reads a JSON object per line, {"source", "variables"}, and answers each with a line, {"text"} or {"error"}. With
+"answers": true the answer also has the places of the assistant's text: {"text", "answers"}. An object without
+"variables" asks for the names that the template reads: {"names"} or {"error"}. It imports nothing of this package, so
+that it starts in a tenth of a second.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import sys
 import textwrap  # noqa: F401  (wordwrap)
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2.constants  # noqa: F401  (lipsum)
 from jinja2 import Environment, Template, TemplateError, meta, nodes
@@ -49,13 +50,45 @@ def environment() -> Environment:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's text, for training. It renders as its content."""
+    """{% generation %} marks the assistant's text, for training. It renders as its content, and notes where that is.
+
+    Attributes:
+        used: whether the template has the tag.
+        written: the length of the text so far, which the writer of the text updates.
+        noted: `written` at each tag, and the content of the tag.
+    """
 
     tags = {"generation"}
 
+    def __init__(self, environment: Environment):
+        super().__init__(environment)
+        self.used, self.written = False, 0
+        self.noted: list[tuple[int, str]] = []
+
     def parse(self, parser: Parser) -> nodes.Node:
+        self.used = True
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("note"), [], [], body, lineno=line)
+
+    def note(self, caller: Callable[[], str]) -> str:
+        """The content of a tag."""
+        content = caller()
+        self.noted.append((self.written, content))
+        return content
+
+    def answers(self, text: str) -> list[tuple[int, int]] | None:
+        """The first and last character, exclusive, of each content in the text; None without the tag.
+
+        Raises:
+            TemplateError: a content is not at its place, because the tag's output was collected for later.
+        """
+        places = [(first, first + len(content)) for first, content in self.noted]
+        if any(text[first:stop] != content for (first, stop), (_, content) in zip(places, self.noted, strict=True)):
+            raise TemplateError(
+                "a {% generation %} is inside a macro, a filter or a `set`, so that its place in the text is not known"
+            )
+        return places if self.used else None
 
 
 class _Dict:
@@ -103,17 +136,30 @@ def _compiled(source: str) -> Template:
     return environment().from_string(source)
 
 
-def render(source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """{"text"} of a template with these variables, or {"error"}, the reason why there is none."""
+def render(source: str, variables: Mapping[str, Any], answers: bool = False) -> dict[str, Any]:
+    """{"text"} of a template with these variables, or {"error"}, the reason why there is none.
+
+    Args:
+        answers: say also where the contents of {% generation %} are: {"text", "answers"}, a list of [first, stop] in
+            characters, or None for a template without the tag.
+    """
 
     def text() -> dict[str, Any]:
-        pieces, length = [], 0
-        for piece in _compiled(source).generate(variables):
+        template = _compiled(source)
+        tag = cast(_GenerationTag, template.environment.extensions[_GenerationTag.identifier])
+        tag.written, tag.noted = 0, []
+        pieces = []
+        for piece in template.generate(variables):
             pieces.append(piece)
-            length += len(piece)
-            if length > TEXT_CHARS:
+            tag.written += len(piece)
+            if tag.written > TEXT_CHARS:
                 return {"error": f"the text has more than {TEXT_CHARS} characters"}
-        return {"text": "".join(pieces)}
+        found = "".join(pieces)
+        if not answers:
+            return {"text": found}
+        # halves of a surrogate pair would become one character in JSON, and move the places
+        found.encode()
+        return {"text": found, "answers": tag.answers(found)}
 
     return _explained(text)
 

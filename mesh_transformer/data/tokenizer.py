@@ -64,6 +64,17 @@ class Tokenizer(Protocol):
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Names of special tokens are ordinary characters."""
 
+    def encode_with_places(
+        self, text: str, *, literal: bool = False, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `text`, and the first character and the stop of each in it: (0, 0) for an added token.
+
+        Args:
+            text: without halves of surrogate pairs.
+            literal: names of special tokens are ordinary characters.
+            add_special_tokens: add those that the tokenizer puts around a text.
+        """
+
     def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
         """The text of `ids`, without ids outside the vocabulary, and without special tokens or with their names."""
 
@@ -112,6 +123,13 @@ class HubTokenizer:
         self._backend.encode_special_tokens = True
         valid = [valid_text(text) for text in texts]
         return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
+
+    def encode_with_places(
+        self, text: str, *, literal: bool = False, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        self._backend.encode_special_tokens = literal
+        found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return found.ids, found.offsets
 
     def definition(self) -> dict[str, Any]:
         """The JSON object of its tokenizer.json: normalizer, splitting, vocabulary and merges, added tokens."""
