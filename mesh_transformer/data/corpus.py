@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from mesh_transformer.data.inflate import Compression, inflated, without_suffix
 from mesh_transformer.data.tar import damage_explained, tar_members
@@ -172,20 +172,29 @@ def _has_too_much_outside(line: bytes) -> bool:
     return outside + len(line) - end > MAX_OUTSIDE_BYTES
 
 
+def json_value(line: bytes, place: str, fields: str) -> Any:
+    """The value of a line of JSON. `fields`: those that are needed, for messages.
+
+    Raises:
+        BadDataError: the line is not JSON, or has more than MAX_OUTSIDE_BYTES outside strings.
+    """
+    if _has_too_much_outside(line):
+        reason = f"more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other than {fields}"
+        raise BadDataError(place, "too much outside strings", reason)
+    try:
+        # json.loads accepts bytes in UTF-16 too, where `_has_too_much_outside` finds no strings
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise BadDataError(place, "not JSON", f"not JSON ({error})") from error
+
+
 def json_text(line: bytes, place: str, column: str = "text") -> str | None:
     """The text of a line; None if it is null. A list of paragraphs is joined by empty lines, as the original does.
 
     Raises:
-        BadDataError: the line is not JSON, has more than MAX_OUTSIDE_BYTES outside strings, or has no text in `column`.
+        BadDataError: as `json_value`, or the line has no text in `column`.
     """
-    if _has_too_much_outside(line):
-        reason = f"more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other than {column}"
-        raise BadDataError(place, "too much outside strings", reason)
-    try:
-        # json.loads accepts bytes in UTF-16 too, where `_has_too_much_outside` finds no strings
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise BadDataError(place, "not JSON", f"not JSON ({error})") from error
+    value = json_value(line, place, column)
     if isinstance(value, str):
         return value
     has = isinstance(value, dict) and column in value

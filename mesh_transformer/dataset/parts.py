@@ -4,15 +4,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
+from mesh_transformer.data.corpus import Piece
 from mesh_transformer.data.inflate import inflated, without_suffix
 from mesh_transformer.dataset.formats import FORMATS
-from mesh_transformer.dataset.formats.base import Bad, Item
+from mesh_transformer.dataset.formats.base import Bad, Column, Item, Row
 from mesh_transformer.dataset.inputs import Input, InputFile
 from mesh_transformer.dataset.storage import open_file, open_range
 from mesh_transformer.errors import BadDataError, UserError
 
-__all__ = ["Bad", "Part", "pieces", "plan"]
+__all__ = ["Bad", "Part", "examples", "pieces", "plan"]
 
 _FILES_AT_ONCE = 16
 
@@ -46,11 +48,12 @@ class Part:
         return f"{self.file}, {format.cut.unit} {self.first:,} to {self.stop - 1:,}"
 
 
-def plan(inputs: Sequence[Input], part_bytes: int, column: str = "text") -> list[Part]:
+def plan(inputs: Sequence[Input], part_bytes: int, column: Column = "text") -> list[Part]:
     """The parts of all inputs, in their order. They depend on the arguments and on the files only.
 
     Args:
         part_bytes: of the file, in a part; a file that cannot be entered in the middle is one part.
+        column: with the text. None: each row is an example of instruction data.
 
     Raises:
         UserError: `part_bytes` is below 1, no file has anything, a Parquet file is damaged, or a file has no such
@@ -71,7 +74,7 @@ def plan(inputs: Sequence[Input], part_bytes: int, column: str = "text") -> list
     return parts
 
 
-def _ranges(file: InputFile, part_bytes: int, column: str) -> list[tuple[int, int]]:
+def _ranges(file: InputFile, part_bytes: int, column: Column) -> list[tuple[int, int]]:
     format = FORMATS[file.format]
     compression = without_suffix(file.path)[1]
     if format.cut is not None and compression is None:
@@ -87,12 +90,25 @@ def _ranges(file: InputFile, part_bytes: int, column: str) -> list[tuple[int, in
     return [(0, file.size)]
 
 
-def pieces(part: Part, column: str) -> Iterator[Item]:
+def pieces(part: Part, column: str) -> Iterator[Piece | Bad]:
     """The documents of a part, in pieces. A place that is not a document gives `Bad`, also in the middle of one.
 
     Raises:
         UserError: the file does not exist, or may not be read.
     """
+    return cast(Iterator[Piece | Bad], _items(part, column))
+
+
+def examples(part: Part) -> Iterator[Row | Bad]:
+    """The examples of a part. A place that is not an example gives `Bad`.
+
+    Raises:
+        UserError: as `pieces`.
+    """
+    return cast(Iterator[Row | Bad], _items(part, None))
+
+
+def _items(part: Part, column: Column) -> Iterator[Item]:
     format = FORMATS[part.format]
     compression = without_suffix(part.file)[1]
     if format.cut is not None and compression is None:

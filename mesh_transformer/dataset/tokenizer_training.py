@@ -13,7 +13,7 @@ from mesh_transformer import files
 from mesh_transformer.data.byte_tokenizer import EOT_TEXT
 from mesh_transformer.data.corpus import Piece
 from mesh_transformer.data.tokenizer import has_tokenizer, valid_text
-from mesh_transformer.dataset.formats.base import Item
+from mesh_transformer.dataset.formats.base import Bad
 from mesh_transformer.dataset.fragment import fraction
 from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.options import Options
@@ -177,7 +177,7 @@ class _Counted(Iterator[str]):
         finally:
             progress.close()
 
-    def _good(self, items: Iterable[Item]) -> Iterator[Piece]:
+    def _good(self, items: Iterable[Piece | Bad]) -> Iterator[Piece]:
         """The pieces. After a bad place a document begins; what was read of the one before it counts as text."""
         for item in items:
             if isinstance(item, Piece):
@@ -190,7 +190,7 @@ class _Counted(Iterator[str]):
             yield Piece("", True)
 
 
-def _taken(items: Iterable[Item], share: float) -> Iterator[Item]:
+def _taken(items: Iterable[Piece | Bad], share: float) -> Iterator[Piece | Bad]:
     """The documents in a share, which their hashes decide, as in `write_fragment`."""
     if share == 1:
         yield from items

@@ -210,7 +210,7 @@ def test_a_quote_that_is_not_closed(tmp_path: Path) -> None:
         ("a.parquet", as_parquet(GOOD)[:-40], "a.parquet: Parquet data that cannot be read"),
         ("a.parquet", as_parquet(GOOD)[:300], "a.parquet: Parquet data that cannot be read"),
         ("a.parquet", LINES, "a.parquet: Parquet data that cannot be read"),
-        ("a.parquet", as_parquet(["x"], column="body"), "no column 'text'; it has 'n', 'body': choose one with"),
+        ("a.parquet", as_parquet(["x"], column="body"), "no column 'text', it has 'n', 'body': choose one with"),
     ],
 )
 def test_refused_by_the_plan(tmp_path: Path, name: str, content: bytes, message: str) -> None:

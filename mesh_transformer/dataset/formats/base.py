@@ -1,11 +1,12 @@
 """What a format of input files is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from mesh_transformer.data.corpus import Piece
-from mesh_transformer.errors import BadDataError
+from mesh_transformer.data.instructions import example_of, fields_of, forms
+from mesh_transformer.errors import BadDataError, UserError, listed
 
 
 class Bad(NamedTuple):
@@ -27,7 +28,51 @@ class Bad(NamedTuple):
         return cls(error.place, error.kind, str(error))
 
 
-Item = Piece | Bad
+class Row(NamedTuple):
+    """An example of instruction data.
+
+    Args:
+        place: the file, and the byte, line or row in it.
+        example: its fields (`data/instructions.py`).
+    """
+
+    place: str
+    example: dict[str, Any]
+
+    @classmethod
+    def of(cls, value: Any, place: str) -> "Row | Bad":
+        """The example in an object of JSON or in the row of a table; or why there is none."""
+        try:
+            return cls(place, example_of(value))
+        except UserError as error:
+            return Bad.of(BadDataError(place, "not an example", str(error)))
+
+
+def check_columns(names: Sequence[str], place: str, column: "Column", has: str = "") -> list[str]:
+    """The columns that are read, of the columns `names` of a file.
+
+    Args:
+        has: the beginning of the message, such as "the header has ".
+
+    Raises:
+        BadDataError: the file has no such column, or several of one name.
+    """
+    wanted = fields_of(names) if column is None else [column]
+    there = listed([repr(name[:100]) for name in names])
+    if not wanted:
+        reason = f"{has}no columns of an example, it has {there}: rename them to {forms()}"
+        raise BadDataError(place, "no column", reason)
+    for name in wanted:
+        if names.count(name) != 1:
+            many = "several columns" if name in names else "no column"
+            out = "choose one with --column" if column is not None else "give each column a name of its own"
+            raise BadDataError(place, "no column", f"{has}{many} {name!r}, it has {there}: {out}")
+    return wanted
+
+
+Item = Piece | Row | Bad
+# the name of the column with the text; None: each row is an example of instruction data, a `Row`
+Column = str | None
 # first and stop, exclusive
 Range = tuple[int, int]
 
@@ -44,8 +89,8 @@ class Cut:
     """
 
     unit: str
-    ranges: Callable[[str, int, int, str], list[Range]]
-    pieces: Callable[[str, int, Range, str], Iterator[Item]]
+    ranges: Callable[[str, int, int, Column], list[Range]]
+    pieces: Callable[[str, int, Range, Column], Iterator[Item]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +108,6 @@ class Format:
     """
 
     suffix: str
-    stream: Callable[[IO[bytes], str, str], Iterator[Item]] | None
+    stream: Callable[[IO[bytes], str, Column], Iterator[Item]] | None
     cut: Cut | None = None
-    check: Callable[[IO[bytes], str, str], None] | None = None
+    check: Callable[[IO[bytes], str, Column], None] | None = None

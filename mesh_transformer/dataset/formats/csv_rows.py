@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import IO
 
 from mesh_transformer.data.corpus import cut
-from mesh_transformer.dataset.formats.base import Bad, Format, Item
-from mesh_transformer.errors import BadDataError, listed
+from mesh_transformer.dataset.formats.base import Bad, Column, Format, Item, Row, check_columns
+from mesh_transformer.errors import BadDataError
 
 # of a row; csv holds four bytes for each character of a field
 MAX_ROW_BYTES = 1 << 24
@@ -15,17 +15,17 @@ _MAX_COMMAS = 1 << 22
 _STEP_BYTES = 1 << 20
 
 
-def stream(file: IO[bytes], place: str, column: str) -> Iterator[Item]:
-    """The text of each row in `column`. An empty line is no row.
+def stream(file: IO[bytes], place: str, column: Column) -> Iterator[Item]:
+    """The text of each row in `column`, or the example of each row. An empty line is no row.
 
     Raises:
-        BadDataError: the header is damaged or has no such column.
+        BadDataError: the header is damaged or has no such columns.
     """
     rows = _Rows(file, place)
     header = _header(rows, place, column)
     if header is None:
         return
-    index = header.index(column)
+    index = 0 if column is None else header.index(column)
     while True:
         try:
             row = rows.next()
@@ -37,25 +37,23 @@ def stream(file: IO[bytes], place: str, column: str) -> Iterator[Item]:
         if row and len(row) != len(header):
             reason = f"{len(row)} fields, not {len(header)} as in the header: correct the row"
             yield Bad.of(BadDataError(rows.where, "wrong number of fields", reason))
+        elif row and column is None:
+            yield Row.of(dict(zip(header, row, strict=True)), rows.where)
         elif row:
             yield from cut([row[index]], None)
 
 
-def check(file: IO[bytes], place: str, column: str) -> None:
-    """Raises BadDataError if the header is damaged or has no such column."""
+def check(file: IO[bytes], place: str, column: Column) -> None:
+    """Raises BadDataError if the header is damaged or has no such columns."""
     _header(_Rows(file, place), place, column)
 
 
-def _header(rows: "_Rows", place: str, column: str) -> list[str] | None:
+def _header(rows: "_Rows", place: str, column: Column) -> list[str] | None:
     """The names of the columns; None for an empty file."""
     header = rows.next()
     if header is None:
         return None
-    if header.count(column) != 1:
-        names = listed([repr(name[:100]) for name in header])
-        many = "several columns" if column in header else "no column"
-        reason = f"the header has {many} {column!r}, it has {names}: choose one with --column, or add a header"
-        raise BadDataError(place, "no column", reason)
+    check_columns(header, place, column, "the header has ")
     return header
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import IO
 
 from mesh_transformer.data import corpus
-from mesh_transformer.data.corpus import Piece, cut, json_text
-from mesh_transformer.dataset.formats.base import Bad, Cut, Format, Item, Range
+from mesh_transformer.data.corpus import Piece, cut, json_text, json_value
+from mesh_transformer.dataset.formats.base import Bad, Column, Cut, Format, Item, Range, Row
 from mesh_transformer.dataset.storage import open_range
 from mesh_transformer.errors import BadDataError
 
@@ -15,12 +15,12 @@ _STEP_BYTES = 1 << 20
 _AFTER_BYTES = 1 << 20
 
 
-def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
+def ranges(path: str, size: int, part_bytes: int, column: Column) -> list[Range]:
     """Ranges of `part_bytes` bytes."""
     return [(first, min(first + part_bytes, size)) for first in range(0, size, part_bytes)]
 
 
-def pieces(path: str, size: int, bounds: Range, column: str) -> Iterator[Item]:
+def pieces(path: str, size: int, bounds: Range, column: Column) -> Iterator[Item]:
     """The documents of the lines that begin in a range of bytes."""
     first, stop = bounds
     with open_range(path, size, max(0, first - 1), stop + _AFTER_BYTES) as file:
@@ -29,12 +29,12 @@ def pieces(path: str, size: int, bounds: Range, column: str) -> Iterator[Item]:
         yield from _documents(file, path, column, begins, stop)
 
 
-def stream(file: IO[bytes], place: str, column: str) -> Iterator[Item]:
+def stream(file: IO[bytes], place: str, column: Column) -> Iterator[Item]:
     """The documents of all lines."""
     return _documents(file, place, column, 0, None)
 
 
-def _documents(file: IO[bytes], place: str, column: str, at: int, stop: int | None) -> Iterator[Item]:
+def _documents(file: IO[bytes], place: str, column: Column, at: int, stop: int | None) -> Iterator[Item]:
     """The documents of the lines that begin before byte `stop`. The file is at byte `at`, where a line begins."""
     while (stop is None or at < stop) and (line := file.readline(corpus.MAX_LINE_BYTES + 1)):
         where = f"{place}, line at byte {at:,}"
@@ -45,11 +45,17 @@ def _documents(file: IO[bytes], place: str, column: str, at: int, stop: int | No
             at = at if line.endswith(b"\n") else _after_line(file, at, stop)
         elif content.strip():
             try:
-                text = json_text(content, where, column)
+                yield from _line(content, where, column)
             except BadDataError as error:
                 yield Bad.of(error)
-            else:
-                yield from cut([text], None) if text is not None else [Piece("", True, null=True)]
+
+
+def _line(content: bytes, where: str, column: Column) -> Iterator[Item]:
+    if column is None:
+        yield Row.of(json_value(content, where, "those of an example"), where)
+        return
+    text = json_text(content, where, column)
+    yield from cut([text], None) if text is not None else [Piece("", True, null=True)]
 
 
 def _after_line(file: IO[bytes], at: int, stop: int | None) -> int:

@@ -1,13 +1,13 @@
 """Parquet files, read by pyarrow: a document a row of the column. A range is a range of row groups."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
 from mesh_transformer import files, hub
 from mesh_transformer.data.corpus import PIECE_CHARS, Piece, cut, text_blocks
-from mesh_transformer.dataset.formats.base import Bad, Cut, Format, Item, Range
+from mesh_transformer.dataset.formats.base import Bad, Column, Cut, Format, Item, Range, Row, check_columns
 from mesh_transformer.dataset.storage import RangeFile, open_file
 from mesh_transformer.errors import BadDataError, UserError, byte_size, listed
 
@@ -23,14 +23,14 @@ _BATCH_ROWS = 64
 _BATCH_BYTES = 1 << 23
 
 
-def ranges(path: str, size: int, part_bytes: int, column: str) -> list[Range]:
+def ranges(path: str, size: int, part_bytes: int, column: Column) -> list[Range]:
     """Ranges of row groups with some `part_bytes` bytes of the file, or of one row group. Reads the footer only.
 
     Raises:
         BadDataError: the file is damaged, or the column is missing or holds no strings.
     """
     with open_file(path, size) as file, _opened(path, file) as parquet, _errors_explained(path):
-        _check_column(path, parquet, column)
+        _columns(path, parquet, column)
         sizes = _sizes(parquet)
     for number, expanded in enumerate(sizes):
         if expanded > max(_FREE_BYTES, _MAX_INFLATION * size):
@@ -72,13 +72,13 @@ def _together(counts: list[int], most: int) -> list[Range]:
     return found
 
 
-def pieces(path: str, size: int, bounds: Range, column: str) -> Iterator[Item]:
+def pieces(path: str, size: int, bounds: Range, column: Column) -> Iterator[Item]:
     """The documents of a range of row groups."""
     first, stop = bounds
     try:
         with _source(path, size) as file, _opened(path, file) as parquet:
             with _errors_explained(path):
-                _check_column(path, parquet, column)
+                names = _columns(path, parquet, column)
                 sizes = _sizes(parquet)
                 groups = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
             if stop > len(groups):
@@ -89,7 +89,7 @@ def pieces(path: str, size: int, bounds: Range, column: str) -> Iterator[Item]:
             for number in range(first, stop):
                 average = sizes[number] // max(1, groups[number])
                 rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, average)))
-                yield from _group(path, parquet, column, number, sum(groups[:number]), rows)
+                yield from _group(path, parquet, names, column is None, number, sum(groups[:number]), rows)
     except BadDataError as error:
         yield Bad.of(error)
 
@@ -104,19 +104,41 @@ def _source(path: str, size: int) -> Iterator[IO[bytes] | RangeFile]:
             yield local
 
 
-def _group(path: str, parquet: Any, column: str, number: int, before: int, rows: int) -> Iterator[Item]:
-    """The documents of a row group, `rows` rows at a time; `before`: the rows before it."""
+def _group(
+    path: str, parquet: Any, names: Sequence[str], examples: bool, number: int, before: int, rows: int
+) -> Iterator[Item]:
+    """The documents of a row group, `rows` rows at a time.
+
+    Args:
+        names: the columns that are read.
+        examples: whether a row is an example, or a text.
+        before: the rows before this row group.
+    """
     row = before
     try:
         with _errors_explained(f"{path}, row group {number:,} at row {before:,}"):
-            for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column], use_threads=False):
-                values = batch.column(0)
-                values = values.dictionary_decode() if hasattr(values, "dictionary") else values
-                for value in values:
-                    yield from _document(value, f"{path}, row {row:,}")
+            for batch in parquet.iter_batches(rows, row_groups=[number], columns=list(names), use_threads=False):
+                values = [each.dictionary_decode() if hasattr(each, "dictionary") else each for each in batch.columns]
+                for cells in zip(*values, strict=True):
+                    place = f"{path}, row {row:,}"
+                    named = zip(batch.schema.names, cells, strict=True)
+                    yield from _example(dict(named), place) if examples else _document(cells[0], place)
                     row += 1
     except BadDataError as error:
         yield Bad.of(error)
+
+
+def _example(cells: dict[str, Any], place: str) -> Iterator[Item]:
+    try:
+        fields = {name: cell.as_py() for name, cell in cells.items()}
+    except UnicodeDecodeError as error:
+        yield _not_text(error, place)
+    else:
+        yield Row.of(fields, place)
+
+
+def _not_text(error: UnicodeDecodeError, place: str) -> Bad:
+    return Bad(place, "not UTF-8", f"{place}: not UTF-8 text ({error.reason}): write the column as strings again")
 
 
 def _document(value: Any, place: str) -> Iterator[Item]:
@@ -133,8 +155,7 @@ def _document(value: Any, place: str) -> Iterator[Item]:
             # the text as a whole would take up to four times its bytes
             yield from cut(text_blocks(pyarrow.BufferReader(buffer), place, translate=False), None)
     except UnicodeDecodeError as error:
-        reason = f"not UTF-8 text ({error.reason}): write the column as strings again"
-        yield Bad(place, "not UTF-8", f"{place}: {reason}")
+        yield _not_text(error, place)
     except BadDataError as error:
         yield Bad.of(error)
 
@@ -154,24 +175,26 @@ def _opened(path: str, file: IO[bytes] | RangeFile) -> Iterator[Any]:
         yield parquet
 
 
-def _check_column(path: str, parquet: Any, column: str) -> None:
-    """Raises BadDataError if the file has no column of this name that holds strings."""
+def _columns(path: str, parquet: Any, column: Column) -> list[str]:
+    """The columns that are read.
+
+    Raises:
+        BadDataError: the file has no such columns, or a column for text holds no strings.
+    """
     import pyarrow
 
     schema = parquet.schema_arrow
-    fields = schema.get_all_field_indices(column)
-    if len(fields) != 1:
-        names = listed([repr(name[:100]) for name in schema.names])
-        many = "several columns" if fields else "no column"
-        reason = f"{many} {column!r}; it has {names}: choose one with --column, or leave the file out"
-        raise BadDataError(path, "no column", reason)
-    kind = schema.field(fields[0]).type
+    names = check_columns(schema.names, path, column)
+    if column is None:
+        return names
+    kind = schema.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not any(
         test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
     ):
         reason = f"the column {column!r} holds {str(kind)[:100]}; allowed: strings: choose another with --column"
         raise BadDataError(path, "not text", reason)
+    return names
 
 
 @contextmanager

@@ -7,17 +7,17 @@ from typing import IO
 
 from mesh_transformer.data.inflate import inflated, without_suffix
 from mesh_transformer.data.tar import damage_explained, tar_entries
-from mesh_transformer.dataset.formats.base import Bad, Format, Item
+from mesh_transformer.dataset.formats.base import Bad, Column, Format, Item
 from mesh_transformer.errors import BadDataError, listed
 
-Stream = Callable[[IO[bytes], str, str], Iterator[Item]]
+Stream = Callable[[IO[bytes], str, Column], Iterator[Item]]
 
 
 def archive(*formats: Format) -> Format:
     """The format of archives that hold files of `formats`, compressed or not."""
     streams = {format.suffix: format.stream for format in formats if format.stream is not None}
 
-    def stream(file: IO[bytes], place: str, column: str) -> Iterator[Item]:
+    def stream(file: IO[bytes], place: str, column: Column) -> Iterator[Item]:
         with damage_explained(place):
             for member, data in tar_entries(file, place):
                 parts = member.name.split("/")
@@ -30,7 +30,7 @@ def archive(*formats: Format) -> Format:
 
 
 def _member(
-    member: tarfile.TarInfo, data: IO[bytes] | None, place: str, streams: dict[str, Stream], column: str
+    member: tarfile.TarInfo, data: IO[bytes] | None, place: str, streams: dict[str, Stream], column: Column
 ) -> Iterator[Item]:
     stem, compression = without_suffix(member.name)
     stream = streams.get(posixpath.splitext(stem)[1])

@@ -4,12 +4,25 @@ from collections.abc import Iterator
 from typing import IO
 
 from mesh_transformer.data.corpus import cut, text_blocks
-from mesh_transformer.dataset.formats.base import Format, Item
+from mesh_transformer.dataset.formats.base import Column, Format, Item
+from mesh_transformer.errors import BadDataError
 
 
-def stream(file: IO[bytes], place: str, column: str) -> Iterator[Item]:
-    """The text without a byte-order mark; every end of a line is a line feed."""
+def stream(file: IO[bytes], place: str, column: Column) -> Iterator[Item]:
+    """The text without a byte-order mark; every end of a line is a line feed.
+
+    Raises:
+        BadDataError: examples are wanted.
+    """
+    check(file, place, column)
     return cut(_blocks(file, place), None)
+
+
+def check(file: IO[bytes], place: str, column: Column) -> None:
+    """Raises BadDataError if examples are wanted."""
+    if column is None:
+        reason = "plain text has no examples: give .jsonl, .csv or .parquet files, or leave --instructions out"
+        raise BadDataError(place, "not an example", reason)
 
 
 def _blocks(file: IO[bytes], place: str) -> Iterator[str]:
@@ -20,4 +33,4 @@ def _blocks(file: IO[bytes], place: str) -> Iterator[str]:
         begun = begun or block != ""
 
 
-FORMAT = Format(".txt", stream)
+FORMAT = Format(".txt", stream, check=check)
