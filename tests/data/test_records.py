@@ -25,6 +25,7 @@ from mesh_transformer.data.records import (
     write_records,
 )
 from mesh_transformer.errors import UserError
+from mesh_transformer.sequences import document_numbers, learned_tokens
 
 ROWS = [np.arange(k, k + 9) * 1000 for k in range(4)]
 
@@ -56,6 +57,50 @@ def test_example_round_trip(tokens):
 
 def field(number: int, value: bytes) -> bytes:
     return bytes([number << 3 | 2, len(value)]) + value
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of the wire format, and where the next byte is."""
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
+
+def fields_of(data: bytes) -> list[tuple[int, bytes]]:
+    """The fields of a message whose fields all have a length."""
+    at, found = 0, []
+    while at < len(data):
+        tag, at = varint(data, at)
+        assert tag & 7 == 2
+        length, at = varint(data, at)
+        found.append((tag >> 3, data[at : at + length]))
+        at += length
+    return found
+
+
+def text_of_2021(data: bytes) -> list[int]:
+    """What the loader of 2021 asks of an Example: the feature `text` of int64, and no other."""
+    features = {}
+    for _, entry in fields_of(fields_of(data)[0][1]):
+        (_, key), (_, value) = fields_of(entry)
+        features[key] = value
+    (kind, numbers), tokens, at = fields_of(features[b"text"])[0], [], 0
+    assert kind == 3
+    packed = fields_of(numbers)[0][1]
+    while at < len(packed):
+        token, at = varint(packed, at)
+        tokens.append(token)
+    return tokens
+
+
+def test_a_reader_of_2021_ignores_documents_and_loss():
+    row = np.array([50256, 0, 127, 128, 2**31 - 1, 5, 6])
+    for documents, loss in [(None, None), ([3, 2], None), ([3, 2], [0, 2, 1, 2]), (None, [7])]:
+        data = encode_example(row, *(None if one is None else np.array(one) for one in (documents, loss)))
+        assert text_of_2021(data) == row.tolist()
 
 
 def test_unpacked_numbers_and_other_features():
@@ -90,11 +135,14 @@ def test_any_bytes_decode_or_are_refused(data):
 @settings(max_examples=200)
 @given(st.data())
 def test_mutated_examples_decode_or_are_refused(data):
-    raw = bytearray(encode_example(ROWS[2]))
+    """What decodes has a document and a loss mask for each token."""
+    raw = bytearray(encode_example(ROWS[2], np.array([3, 4]), np.array([1, 2, 1, 3])))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(UserError):
-        assert decode_example(bytes(raw)).tokens.dtype == np.int32
+        example = decode_example(bytes(raw))
+        assert example.tokens.dtype == np.int32
+        assert document_numbers(example).shape == learned_tokens(example).shape == example.tokens.shape
 
 
 @settings(max_examples=150, deadline=None)
