@@ -43,6 +43,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="megabytes of a part, the work of one task, of a file that can be entered in the middle (default: "
         "%(default)s)",
     )
+    add(
+        "--pack",
+        choices=("concat", "documents"),
+        help="concat: records are one stream of tokens, cut at each record; documents: records have whole documents "
+        "(default: %(default)s)",
+    )
     add("--shard-tokens", type=int, metavar="N", help="most tokens of a record file (default: %(default)s)")
     parser.set_defaults(**{name: getattr(Options, name) for name in Options.__dataclass_fields__})
     return parser.parse_args(arguments)
@@ -66,9 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tasks = stack.enter_context(runner(given.ray_address, workers))
         made = prepare(given.input, given.tokenizer, given.output, options, tasks)
     records, tokens = made["train"]["records"], made["train"]["tokens"]
+    packed = f"{made['train']['waste']:.2%} padding, " if options.packed else ""
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in made["dropped"].items())
     sys.stdout.write(
-        f"{given.output}: {plural(records, 'training record')} ({plural(tokens, 'token')}), "
+        f"{given.output}: {plural(records, 'training record')} ({plural(tokens, 'token')}), {packed}"
         f"{plural(made['val']['records'], 'validation record')}; dropped: {dropped or 'nothing'}; "
         f"data.train_set={given.output.rstrip('/')}/train.index\n"
     )

@@ -87,7 +87,8 @@ def _rest(
                 runs = Range(path, at, rest.runs * RUN.itemsize)
                 at += runs.length
                 if rest.counts.tokens:
-                    sources[side].append(Source(one.path, places[one.fragment][side], rest.counts.tokens, runs))
+                    at_tokens, table = places[one.fragment][side], one.table(side)
+                    sources[side].append(Source(one.path, at_tokens, rest.counts.tokens, table, runs))
                 places[one.fragment][side] += rest.tokens * fragment.width
                 counts[one.fragment][side] += rest.counts
     return [(train, val) for train, val in counts], sources

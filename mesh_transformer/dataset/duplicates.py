@@ -57,6 +57,11 @@ class Slice:
     def rows(self) -> int:
         return self.train + self.val
 
+    def table(self, side: int) -> Range:
+        """The rows of a side."""
+        at = self.at + self.train * ROW.itemsize * side
+        return Range(self.path, at, (self.train, self.val)[side] * ROW.itemsize)
+
     def read(self) -> np.ndarray:
         """The rows, ROW (rows,)."""
         return np.frombuffer(read_range(self.path, self.at, self.rows * ROW.itemsize), ROW)

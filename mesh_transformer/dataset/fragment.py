@@ -89,6 +89,11 @@ class Fragment:
         return self.train.documents + self.val.documents
 
     @property
+    def tables_at(self) -> tuple[int, int]:
+        """Where the rows of each side begin in the object."""
+        return self.at, self.at + self.train.documents * ROW.itemsize
+
+    @property
     def tokens_at(self) -> tuple[int, int]:
         """Where the tokens of each side begin in the object."""
         first = self.at + self.documents * ROW.itemsize

@@ -21,9 +21,10 @@ from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.manifest import encoded, manifest
 from mesh_transformer.dataset.objects import whole
 from mesh_transformer.dataset.options import Options, Work
+from mesh_transformer.dataset.packed_shards import Packing, packed_cuts, write_packed_shard
 from mesh_transformer.dataset.parts import Part, plan
 from mesh_transformer.dataset.picture import length_picture
-from mesh_transformer.dataset.shards import RECORDS, Shard, Source, cuts, taken, write_shard
+from mesh_transformer.dataset.shards import RECORDS, Shard, Source, cuts, source_of, taken, write_shard
 from mesh_transformer.dataset.stages import Named, ShownFragments, Stages
 from mesh_transformer.dataset.tasks import Runner
 from mesh_transformer.dataset.worker import Task, failures_explained
@@ -103,15 +104,12 @@ class _Job:
         fragments = self._fragments(stages, parts, paths, text)
         kept = [fragment.sides for fragment in fragments]
         sources = [
-            [
-                Source(path, one.tokens_at[side], one.sides[side].tokens)
-                for path, one in zip(paths, fragments, strict=True)
-            ]
+            [source_of(path, one, side) for path, one in zip(paths, fragments, strict=True)]
             for side in range(len(SIDES))
         ]
         if self._options.dedup and any(fragment.documents for fragment in fragments):
             kept, sources = Duplicates(self._work, stages).drop(paths, fragments)
-        made = self._shards(stages, sources, fragments[0].width if fragments else 0)
+        made = self._shards(stages, sources, fragments[0].width if fragments else 0, tokenizer.eot)
         numbered = list(zip((part.input for part in parts), fragments, strict=True))
         content = manifest(self._described.content, self._inputs, tokenizer, numbered, kept, made)
         self._finish(content, total(sides[0] for sides in kept), made)
@@ -134,16 +132,17 @@ class _Job:
         if self._options.on_error == "stop" and fragment.bad:
             raise UserError(f"{fragment.bad[0]} (--on-error skip counts such places and goes on)")
 
-    def _shards(self, stages: Stages, sources: Sequence[Sequence[Source]], width: int) -> dict[str, Shard]:
+    def _shards(self, stages: Stages, sources: Sequence[Sequence[Source]], width: int, eot: int) -> dict[str, Shard]:
         """Write the shards of both sides. Returns them by name.
 
         Raises:
             UserError: the tokens of the training documents do not fill one record.
         """
-        length, named = self._options.seq + 1, {}
+        length, most, named = self._options.seq + 1, self._options.shard_tokens, {}
+        packed = self._options.packed
         for side, mine in zip(SIDES, sources, strict=True):
             tokens = sum(source.tokens for source in mine)
-            bounds = [cut * length for cut in cuts(tokens, length, self._options.shard_tokens // length)]
+            bounds = packed_cuts(tokens, length, most) if packed else cuts(tokens, length, most)
             if side == SIDES[0] and len(bounds) < 2:
                 # so that another --seq is not refused
                 self._clean()
@@ -154,7 +153,12 @@ class _Job:
             for number, places in enumerate(taken(mine, bounds)):
                 name = f"{side}-{number:05d}"
                 path, result = join(self._output, name), join(self._work, name)
-                task = Task(write_shard, (path, self._work, result, places, length, width), path)
+                where = path, self._work, result, places
+                task = (
+                    Task(write_packed_shard, (*where, Packing(length, eot), width), path)
+                    if packed
+                    else Task(write_shard, (*where, length, width), path)
+                )
                 named[name] = Named(task, path + RECORDS, result)
         return dict(zip(named, stages.run("writing", list(named.values()), Shard), strict=True))
 
@@ -169,7 +173,11 @@ class _Job:
                     "there is no validation set: its documents (%s) do not fill one record; raise --val",
                     plural(content[side]["documents"], "document"),
                 )
-        self._write(PICTURE, length_picture(", ".join(one.spec for one in self._inputs), counts, self._options.seq))
+        name, train = ", ".join(one.spec for one in self._inputs), content["train"]
+        packing = (
+            f"\npacked: {plural(train['cuts'], 'cut')}, {train['waste']:.2%} padding" if self._options.packed else ""
+        )
+        self._write(PICTURE, length_picture(name, counts, self._options.seq, packing))
         self._write(MANIFEST, encoded(content))
         self._clean()
 

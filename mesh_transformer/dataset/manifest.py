@@ -32,7 +32,7 @@ def manifest(
         kept: what remains of each fragment without the duplicates, for each side.
         shards: by name, without the suffix.
     """
-    seq = work["options"]["seq"]
+    options = work["options"]
     found: dict[str, Any] = {
         **work,
         "n_vocab": tokenizer.n_vocab,
@@ -42,11 +42,9 @@ def manifest(
     for number, side in enumerate(SIDES):
         counts = total(one[number] for one in kept)
         mine = {name: shard for name, shard in shards.items() if name.startswith(side)}
-        records = sum(shard.records for shard in mine.values())
         found[side] = {
             **_numbers(counts),
-            "records": records,
-            "tokens_in_no_record": counts.tokens - records * (seq + 1),
+            **_records(counts, list(mine.values()), options["seq"] + 1, "pack" in options),
             "lengths": {str(i): n for i, n in enumerate(counts.lengths) if n},
         }
     found["dropped"] = add_reasons(source["dropped"] for source in found["sources"])
@@ -82,6 +80,27 @@ def _source(
         "bytes_of_files": size,
         **_numbers(rest),
         "dropped": dropped,
+    }
+
+
+def _records(counts: Counts, shards: Sequence[Shard], length: int, packed: bool) -> dict[str, Any]:
+    """The counts of the records of a side.
+
+    Args:
+        length: tokens of a record.
+        packed: whether records have whole documents.
+    """
+    records = sum(shard.records for shard in shards)
+    rest = counts.tokens - records * length
+    if not packed:
+        return {"records": records, "tokens_in_no_record": rest}
+    padding = sum(shard.padding for shard in shards)
+    return {
+        "records": records,
+        "padding": padding,
+        "waste": round(padding / max(records * length, 1), 6),
+        # at each of them, the two pieces of a document share a token
+        "cuts": -rest - padding,
     }
 
 

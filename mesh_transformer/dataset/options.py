@@ -14,6 +14,8 @@ from mesh_transformer.errors import UserError
 # change it when the same input and options give other bytes
 _FORMAT = 1
 _MEGABYTE = 1_000_000
+# options of later versions. The key has them where they are not the default, so that earlier data sets keep their keys
+_LATER = ("pack",)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Options:
         on_error: whether a place that is not a document is counted or ends the job. The bytes do not depend on it.
         part_mb: megabytes of a part of a file that can be entered in the middle.
         shard_tokens: most tokens of a shard.
+        pack: records are a stream of tokens, cut at each record; or rows of whole documents.
     """
 
     seq: int = 2048
@@ -37,6 +40,7 @@ class Options:
     on_error: Literal["skip", "stop"] = "stop"
     part_mb: float = 64.0
     shard_tokens: int = 1 << 27
+    pack: Literal["concat", "documents"] = "concat"
 
     def __post_init__(self) -> None:
         if self.seq < 1:
@@ -47,6 +51,11 @@ class Options:
             raise UserError(f"--part-mb {self.part_mb}: must be above 0")
         if self.shard_tokens <= self.seq:
             raise UserError(f"--shard-tokens {self.shard_tokens}: must be above --seq {self.seq}")
+
+    @property
+    def packed(self) -> bool:
+        """Whether records are rows of whole documents."""
+        return self.pack == "documents"
 
     @property
     def part_bytes(self) -> int:
@@ -69,6 +78,9 @@ class Work:
         chosen = asdict(options)
         # the result of a job that has ended does not depend on it
         del chosen["on_error"]
+        for name in _LATER:
+            if chosen[name] == getattr(Options, name):
+                del chosen[name]
         files = [[asdict(file) for file in one.files] for one in inputs]
         content = {
             "format": _FORMAT,
@@ -90,8 +102,10 @@ class Work:
         """
         if other.get("key") == self.content["key"]:
             return
-        mine, theirs = self.content["options"], other.get("options")
-        theirs = theirs if isinstance(theirs, dict) else {}
+        later = {name: getattr(Options, name) for name in _LATER}
+        given = other.get("options")
+        mine = {**later, **self.content["options"]}
+        theirs = {**later, **given} if isinstance(given, dict) else {}
         differ = [
             f"--{name.replace('_', '-')} was {_shown(theirs.get(name))} and is {_shown(mine[name])}"
             for name in mine

@@ -7,13 +7,14 @@ from mesh_transformer.dataset.counts import BINS, PER_OCTAVE, Counts
 _DPI = 120
 
 
-def length_picture(name: str, counts: Counts, seq: int) -> bytes:
+def length_picture(name: str, counts: Counts, seq: int, packing: str = "") -> bytes:
     """A PNG: how many documents have how many tokens, and where the tokens are.
 
     Args:
         name: of the data set, for the title.
         counts: of the documents, at least one.
         seq: tokens of a sequence, marked in the picture.
+        packing: what the title says of it.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -36,7 +37,7 @@ def length_picture(name: str, counts: Counts, seq: int) -> bytes:
     axes.set(
         xlabel="tokens in a document",
         ylabel="share (%)",
-        title=f"{counts.documents:,} documents of {name}, {mean:,.0f} tokens each on average",
+        title=f"{counts.documents:,} documents of {name}, {mean:,.0f} tokens each on average{packing}",
     )
     axes.grid(alpha=0.3)
     axes.legend(loc="best")

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, repeat
 from typing import NamedTuple
@@ -10,10 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from mesh_transformer.data.records import write_record
+from mesh_transformer.dataset.counts import ROW
 from mesh_transformer.dataset.duplicates import RUN, Range
+from mesh_transformer.dataset.fragment import Fragment
 from mesh_transformer.dataset.objects import spool, whole, write_object
 from mesh_transformer.errors import RunError
 from mesh_transformer.files import Writable, copy_range, read_range
+from mesh_transformer.sequences import Example
 
 # of a record file and of its index: each record's offset, as a little-endian number of 8 bytes
 RECORDS, OFFSETS = ".tfrecords", ".tfrecords.offsets"
@@ -26,12 +29,14 @@ class Source(NamedTuple):
         path: the fragment.
         at: where they begin in the object.
         tokens: how many remain.
+        table: the rows of their documents (ROW), duplicates with them.
         runs: where the runs that remain are (RUN, from `at` on). None: all tokens remain.
     """
 
     path: str
     at: int
     tokens: int
+    table: Range
     runs: Range | None = None
 
 
@@ -50,25 +55,34 @@ class Shard:
     Args:
         bytes: its size.
         sha256: of its content.
+        padding: tokens after the last document of a record.
     """
 
     records: int
     bytes: int
     sha256: str
+    padding: int = 0
     at: int = 0
 
 
+def source_of(path: str, fragment: Fragment, side: int) -> Source:
+    """All tokens of a side of a fragment."""
+    counts = fragment.sides[side]
+    table = Range(path, fragment.tables_at[side], counts.documents * ROW.itemsize)
+    return Source(path, fragment.tokens_at[side], counts.tokens, table)
+
+
 def cuts(tokens: int, length: int, most: int) -> list[int]:
-    """The records at which the shards of a side begin, and the number of records: shards are even to one record.
+    """The tokens at which the shards of a side begin, and where the last one ends: shards are even to one record.
 
     Args:
         tokens: of the side.
         length: of a record.
-        most: records of a shard.
+        most: tokens of a shard.
     """
     records = tokens // length
-    shards = -(-records // most)
-    return [records * i // shards for i in range(shards + 1)] if shards else [0]
+    shards = -(-records // (most // length))
+    return [records * i // shards * length for i in range(shards + 1)] if shards else [0]
 
 
 def taken(sources: Sequence[Source], bounds: Sequence[int]) -> list[list[Taken]]:
@@ -88,7 +102,7 @@ def taken(sources: Sequence[Source], bounds: Sequence[int]) -> list[list[Taken]]
 
 
 def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], length: int, width: int) -> Shard:
-    """Write the records of a shard, its offsets and its result. The records appear last.
+    """Write a shard whose records are the tokens in order, cut at each record.
 
     Args:
         target: path of the record file, without its suffix.
@@ -96,25 +110,33 @@ def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], 
         length: tokens of a record.
         width: bytes of a token in fragments.
     """
-    offsets = []
     with spool(scratch) as tokens:
-        for one, runs in zip(taken, _runs(taken), strict=True):
-            _copy(one, runs, width, tokens)
+        for one, runs in zip(taken, runs_of(taken), strict=True):
+            copy_taken(one, runs, width, tokens)
         tokens.seek(0)
-        with whole(target + RECORDS, scratch) as file:
-            while data := tokens.read(length * width):
-                offsets.append(file.tell())
-                write_record(file, np.frombuffer(data, f"<u{width}"))
-            size = file.tell()
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-            with whole(target + OFFSETS, scratch) as index:
-                index.write(np.array(offsets, "<u8").tobytes())
-            shard = write_object(result, scratch, Shard(len(offsets), size, digest), [])
-    return shard
+        blocks = iter(lambda: tokens.read(length * width), b"")
+        records = (Example(np.frombuffer(block, f"<u{width}")) for block in blocks)
+        return write_examples(target, scratch, result, records)
 
 
-def _runs(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:
+def write_examples(target: str, scratch: str, result: str, examples: Iterable[Example]) -> Shard:
+    """Write examples as the records of a shard, its offsets and its result. The records appear last."""
+    offsets, padding = [], 0
+    with whole(target + RECORDS, scratch) as file:
+        for example in examples:
+            offsets.append(file.tell())
+            write_record(file, *example)
+            if example.documents is not None:
+                padding += len(example.tokens) - int(example.documents.sum())
+        size = file.tell()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        with whole(target + OFFSETS, scratch) as index:
+            index.write(np.array(offsets, "<u8").tobytes())
+        return write_object(result, scratch, Shard(len(offsets), size, digest, padding), [])
+
+
+def runs_of(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:
     """The runs of each source, RUN (n,). Those that are in one object are read at once."""
     for path, some in groupby(taken, lambda one: None if one.source.runs is None else one.source.runs.path):
         sources = [one.source.runs for one in some]
@@ -128,7 +150,7 @@ def _runs(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:
             yield np.frombuffer(data, RUN, runs.length // RUN.itemsize, runs.at - first)
 
 
-def _copy(one: Taken, runs: np.ndarray | None, width: int, target: Writable) -> None:
+def copy_taken(one: Taken, runs: np.ndarray | None, width: int, target: Writable) -> None:
     """Append tokens to a file. It reads one range of the fragment.
 
     Raises:
