@@ -49,6 +49,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="concat: records are one stream of tokens, cut at each record; documents: records have whole documents "
         "(default: %(default)s)",
     )
+    add(
+        "--instructions",
+        action="store_true",
+        help="each line of .jsonl and each row of .csv and .parquet is an example: messages; prompt and completion; or "
+        "instruction, input and output. Only answers are learned; records have whole examples",
+    )
+    add(
+        "--long",
+        choices=("cut", "drop"),
+        help="what to do with an example that does not fit a record: cut its end, or drop it (default: %(default)s)",
+    )
     add("--shard-tokens", type=int, metavar="N", help="most tokens of a record file (default: %(default)s)")
     parser.set_defaults(**{name: getattr(Options, name) for name in Options.__dataclass_fields__})
     return parser.parse_args(arguments)
@@ -73,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = prepare(given.input, given.tokenizer, given.output, options, tasks)
     records, tokens = made["train"]["records"], made["train"]["tokens"]
     packed = f"{made['train']['waste']:.2%} padding, " if options.packed else ""
+    if options.instructions:
+        packed = f"{made['train']['learned']:,} learned, {plural(made['cut'], 'example')} cut, {packed}"
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in made["dropped"].items())
     sys.stdout.write(
         f"{given.output}: {plural(records, 'training record')} ({plural(tokens, 'token')}), {packed}"

@@ -1,7 +1,8 @@
 """The first task: a part of the input becomes a fragment, one object with the tokens of its documents.
 
 After the result stand the table of the documents (`ROW` of counts.py), the tokens of the training documents and the
-tokens of the validation documents. The table has the training documents first; each side is in input order.
+tokens of the validation documents. The table has the training documents first; each side is in input order. Examples of
+instruction data are documents too. The highest bit of a token then says whether it is learned.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from mesh_transformer.dataset.parts import Bad, Part, pieces
 from mesh_transformer.errors import UserError
 
 SIDES = ("train", "val")
+# the bit of a token of four bytes that is learned
+LEARNED = 1 << 31
 EMPTY, NULL, NOT_TAKEN = "empty", "null", "not in the share"
 # texts are tokenized in batches of so many characters
 _BATCH_CHARS = 1 << 18
@@ -38,6 +41,19 @@ _MESSAGES, _MESSAGE_CHARS, _REASONS = 5, 400, 30
 
 
 @dataclass(frozen=True)
+class Examples:
+    """How examples of instruction data become documents.
+
+    Args:
+        most: tokens of a document.
+        long: whether an example with more tokens is cut at the end, or dropped.
+    """
+
+    most: int
+    long: Literal["cut", "drop"]
+
+
+@dataclass(frozen=True)
 class Text:
     """How text becomes tokens.
 
@@ -47,6 +63,7 @@ class Text:
         column: the name of the text in rows and JSON objects.
         val: the share of the documents that go to the validation set.
         on_error: whether a place that is not a document is counted or ends the job.
+        examples: each row or JSON object is an example. None: it has a text.
     """
 
     tokenizer: str
@@ -54,11 +71,12 @@ class Text:
     column: str = "text"
     val: float = 0.001
     on_error: Literal["skip", "stop"] = "stop"
+    examples: Examples | None = None
 
     @property
     def width(self) -> int:
         """Bytes of a token in a fragment."""
-        return 2 if tokenizer_of(self).n_vocab <= 1 << 16 else 4
+        return 2 if tokenizer_of(self).n_vocab <= 1 << 16 and self.examples is None else 4
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ class Fragment:
         dropped: how many documents were dropped, by reason. Duplicates are dropped later.
         bad: messages about the first places that are not documents.
         width: bytes of a token.
+        cut: how many examples were too long, and were cut.
         at: where the table begins in the object.
     """
 
@@ -78,6 +97,7 @@ class Fragment:
     dropped: dict[str, int]
     bad: tuple[str, ...]
     width: int
+    cut: int = 0
     at: int = 0
 
     @property
@@ -134,18 +154,15 @@ def write_fragment(target: str, scratch: str, part: Part, share: float, text: Te
         UserError: a place is not a document, and `text.on_error` is "stop"; or the input is missing or damaged.
     """
     with contextlib.ExitStack() as stack:
-        writer = _Writer(stack, scratch, share, text)
+        kept = Kept(stack, scratch, share, text)
+        writer = _Writer(stack, scratch, kept, text)
         for item in pieces(part, text.column):
             if isinstance(item, Bad):
                 writer.drop_open(item)
             else:
                 writer.add(item.text, item.ends, item.null)
         writer.flush()
-        train, val = (side.counts() for side in writer.sides)
-        dropped = dict(sorted(writer.dropped.items()))
-        found = Fragment(train, val, dropped, tuple(writer.bad), text.width)
-        files = [*(side.table for side in writer.sides), *(side.tokens for side in writer.sides)]
-        return write_object(target, scratch, found, (block for file in files for block in _blocks(file)))
+        return kept.write(target)
 
 
 @dataclass
@@ -168,14 +185,73 @@ class _Side:
         return sum((Counts.of(np.frombuffer(rows, ROW)) for rows in _blocks(self.table)), Counts())
 
 
-class _Writer:
-    """Collects the documents of a part. Memory holds one batch of text, whatever the length of the documents."""
+class Kept:
+    """The documents of a part that are kept, in files, and the counts of the others.
+
+    Args:
+        stack: closes the files.
+        share: of the documents that are taken.
+    """
 
     def __init__(self, stack: contextlib.ExitStack, scratch: str, share: float, text: Text):
-        self._share, self._text, self._tokenizer = share, text, tokenizer_of(text)
+        self._scratch, self._share, self._text = scratch, share, text
+        self._sides = [_Side(*(stack.enter_context(spool(scratch)) for _ in range(2))) for _ in SIDES]
+        self._dropped: dict[str, int] = {}
+        self._bad: list[str] = []
+        self.cut = 0
+
+    def takes(self, digest: bytes) -> bool:
+        """Whether a document with this hash is in the share; counts it if it is not."""
+        if fraction(digest, b"share") < self._share:
+            return True
+        self.drop(NOT_TAKEN)
+        return False
+
+    def add(self, digest: bytes, tokens: IO[bytes], count: int, size: int) -> None:
+        """Add a document.
+
+        Args:
+            tokens: a file at their beginning.
+            count: of the tokens.
+            size: of the text, bytes.
+        """
+        side = self._sides[fraction(digest, b"val") < self._text.val]
+        shutil.copyfileobj(tokens, side.tokens, _BLOCK_BYTES)
+        side.table.write(_ROW.pack(digest, count, size))
+
+    def drop(self, reason: str) -> None:
+        """Count a document that is dropped."""
+        known = reason in self._dropped or len(self._dropped) < _REASONS
+        name = reason if known else "other reasons"
+        self._dropped[name] = self._dropped.get(name, 0) + 1
+
+    def refuse(self, bad: Bad) -> None:
+        """Count a place that is not a document.
+
+        Raises:
+            UserError: such a place ends the job.
+        """
+        if self._text.on_error == "stop":
+            raise UserError(bad.message)
+        self.drop(bad.kind)
+        if len(self._bad) < _MESSAGES:
+            self._bad.append(bad.message[:_MESSAGE_CHARS])
+
+    def write(self, target: str) -> Fragment:
+        """Write the fragment."""
+        train, val = (side.counts() for side in self._sides)
+        found = Fragment(train, val, dict(sorted(self._dropped.items())), tuple(self._bad), self._text.width, self.cut)
+        files = [*(side.table for side in self._sides), *(side.tokens for side in self._sides)]
+        return write_object(target, self._scratch, found, (block for file in files for block in _blocks(file)))
+
+
+class _Writer:
+    """Tokenizes the documents of a part. Memory holds one batch of text, whatever the length of the documents."""
+
+    def __init__(self, stack: contextlib.ExitStack, scratch: str, kept: Kept, text: Text):
+        self._kept, self._tokenizer = kept, tokenizer_of(text)
         self._encode = _encoder_of(text).encode
         self._dtype = np.dtype(f"<u{text.width}")
-        self.sides = [_Side(*(stack.enter_context(spool(scratch)) for _ in range(2))) for _ in SIDES]
         # tokens of the open document
         self._open = stack.enter_context(spool(scratch, _OPEN_BYTES))
         self._owner: _Document | None = None
@@ -183,8 +259,6 @@ class _Writer:
         self._document = _Document()
         self._batch: list[tuple[_Document, str, bool]] = []
         self._chars = 0
-        self.dropped: dict[str, int] = {}
-        self.bad: list[str] = []
 
     def add(self, text: str, ends: bool, null: bool) -> None:
         """The next piece of the open document."""
@@ -195,12 +269,12 @@ class _Writer:
         document.bytes += len(data)
         if ends:
             self._document = _Document()
-            reason = NULL if null else EMPTY if not document.bytes else None
-            if reason is None and fraction(document.hash.digest(), b"share") >= self._share:
-                reason = NOT_TAKEN
-            if reason is not None:
-                self._count(reason)
+            if null or not document.bytes:
+                self._kept.drop(NULL if null else EMPTY)
                 document.dropped = True
+            elif not self._kept.takes(document.hash.digest()):
+                document.dropped = True
+            if document.dropped:
                 return
         self._batch.append((document, text, ends))
         self._chars += len(text) + 64
@@ -209,13 +283,9 @@ class _Writer:
 
     def drop_open(self, bad: Bad) -> None:
         """Count a place that is not a document, and drop the document that is open there."""
-        if self._text.on_error == "stop":
-            raise UserError(bad.message)
+        self._kept.refuse(bad)
         self._document.dropped = True
         self._document = _Document()
-        self._count(bad.kind)
-        if len(self.bad) < _MESSAGES:
-            self.bad.append(bad.message[:_MESSAGE_CHARS])
 
     def flush(self) -> None:
         """Tokenize the batch."""
@@ -236,20 +306,12 @@ class _Writer:
     def _close(self, document: _Document) -> None:
         count = self._open.tell() // self._dtype.itemsize
         if not count:
-            self._count(EMPTY)
+            self._kept.drop(EMPTY)
             return
-        digest = document.hash.digest()
-        side = self.sides[fraction(digest, b"val") < self._text.val]
         self._open.write(np.array(self._tokenizer.eot, self._dtype).tobytes())
         self._open.seek(0)
-        shutil.copyfileobj(self._open, side.tokens, _BLOCK_BYTES)
-        side.table.write(_ROW.pack(digest, count + 1, document.bytes))
+        self._kept.add(document.hash.digest(), self._open, count + 1, document.bytes)
         self._restart(None)
-
-    def _count(self, reason: str) -> None:
-        known = reason in self.dropped or len(self.dropped) < _REASONS
-        name = reason if known else "other reasons"
-        self.dropped[name] = self.dropped.get(name, 0) + 1
 
 
 def fraction(digest: bytes, key: bytes) -> float:

@@ -16,7 +16,8 @@ from mesh_transformer import files
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.dataset.counts import Counts, total
 from mesh_transformer.dataset.dropping import Duplicates
-from mesh_transformer.dataset.fragment import SIDES, Fragment, Text, write_fragment
+from mesh_transformer.dataset.example_fragment import write_example_fragment
+from mesh_transformer.dataset.fragment import SIDES, Examples, Fragment, Text, write_fragment
 from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.manifest import encoded, manifest
 from mesh_transformer.dataset.objects import whole
@@ -48,10 +49,11 @@ def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options,
     inputs = read_inputs(specs)
     loaded = load_tokenizer(tokenizer)
     job = _Job(output, Work.of(inputs, tokenizer, loaded.fingerprint, options), inputs, options)
-    text = Text(tokenizer, loaded.fingerprint, options.column, options.val, options.on_error)
+    examples = Examples(options.seq + 1, options.long) if options.instructions else None
+    text = Text(tokenizer, loaded.fingerprint, options.column, options.val, options.on_error, examples)
     with failures_explained():
         # before the folder has the options, because they may be wrong
-        parts = plan(inputs, options.part_bytes, options.column)
+        parts = plan(inputs, options.part_bytes, None if options.instructions else options.column)
         if (whole := job.begin()) is not None:
             log.info("%s is whole already: nothing to do", output)
             return whole
@@ -116,14 +118,15 @@ class _Job:
         return content
 
     def _fragments(self, stages: Stages, parts: Sequence[Part], paths: Sequence[str], text: Text) -> list[Fragment]:
-        named = [
-            Named(
-                Task(write_fragment, (path, self._work, part, self._inputs[part.input].share, text), part.place),
-                path,
-                path,
+        named = []
+        for part, path in zip(parts, paths, strict=True):
+            given = path, self._work, part, self._inputs[part.input].share, text
+            task = (
+                Task(write_fragment, given, part.place)
+                if text.examples is None
+                else Task(write_example_fragment, (*given, text.examples), part.place)
             )
-            for part, path in zip(parts, paths, strict=True)
-        ]
+            named.append(Named(task, path, path))
         sizes = _sizes(parts)
         return stages.run("tokenizing", named, Fragment, self._check, sizes, ShownFragments())
 
@@ -155,7 +158,7 @@ class _Job:
                 path, result = join(self._output, name), join(self._work, name)
                 where = path, self._work, result, places
                 task = (
-                    Task(write_packed_shard, (*where, Packing(length, eot), width), path)
+                    Task(write_packed_shard, (*where, Packing(length, eot, self._options.instructions), width), path)
                     if packed
                     else Task(write_shard, (*where, length, width), path)
                 )
@@ -174,9 +177,8 @@ class _Job:
                     plural(content[side]["documents"], "document"),
                 )
         name, train = ", ".join(one.spec for one in self._inputs), content["train"]
-        packing = (
-            f"\npacked: {plural(train['cuts'], 'cut')}, {train['waste']:.2%} padding" if self._options.packed else ""
-        )
+        packing = f"\npacked: {train['waste']:.2%} padding" if self._options.packed else ""
+        packing += f", {plural(train['cuts'], 'cut')}" if "cuts" in train else ""
         self._write(PICTURE, length_picture(name, counts, self._options.seq, packing))
         self._write(MANIFEST, encoded(content))
         self._clean()

@@ -44,10 +44,12 @@ def manifest(
         mine = {name: shard for name, shard in shards.items() if name.startswith(side)}
         found[side] = {
             **_numbers(counts),
-            **_records(counts, list(mine.values()), options["seq"] + 1, "pack" in options),
+            **_records(counts, list(mine.values()), options),
             "lengths": {str(i): n for i, n in enumerate(counts.lengths) if n},
         }
     found["dropped"] = add_reasons(source["dropped"] for source in found["sources"])
+    if "instructions" in options:
+        found["cut"] = sum(fragment.cut for _, fragment in fragments)
     found["bad"] = [message for _, fragment in fragments for message in fragment.bad][:_MESSAGES]
     found["shards"] = {
         name + RECORDS: {"records": shard.records, "bytes": shard.bytes, "sha256": shard.sha256}
@@ -83,25 +85,19 @@ def _source(
     }
 
 
-def _records(counts: Counts, shards: Sequence[Shard], length: int, packed: bool) -> dict[str, Any]:
-    """The counts of the records of a side.
-
-    Args:
-        length: tokens of a record.
-        packed: whether records have whole documents.
-    """
+def _records(counts: Counts, shards: Sequence[Shard], options: dict[str, Any]) -> dict[str, Any]:
+    """The counts of the records of a side."""
+    length, examples = options["seq"] + 1, "instructions" in options
     records = sum(shard.records for shard in shards)
     rest = counts.tokens - records * length
-    if not packed:
+    if not examples and "pack" not in options:
         return {"records": records, "tokens_in_no_record": rest}
     padding = sum(shard.padding for shard in shards)
-    return {
-        "records": records,
-        "padding": padding,
-        "waste": round(padding / max(records * length, 1), 6),
-        # at each of them, the two pieces of a document share a token
-        "cuts": -rest - padding,
-    }
+    found = {"records": records, "padding": padding, "waste": round(padding / max(records * length, 1), 6)}
+    if examples:
+        return {**found, "learned": sum(shard.learned for shard in shards)}
+    # at each of them, the two pieces of a document share a token
+    return {**found, "cuts": -rest - padding}
 
 
 def _numbers(counts: Counts) -> dict[str, int]:

@@ -15,7 +15,7 @@ from mesh_transformer.errors import UserError
 _FORMAT = 1
 _MEGABYTE = 1_000_000
 # options of later versions. The key has them where they are not the default, so that earlier data sets keep their keys
-_LATER = ("pack",)
+_LATER = ("pack", "instructions", "long")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Options:
         part_mb: megabytes of a part of a file that can be entered in the middle.
         shard_tokens: most tokens of a shard.
         pack: records are a stream of tokens, cut at each record; or rows of whole documents.
+        instructions: rows and JSON objects are examples of instruction data. Records are rows of whole examples.
+        long: whether an example that does not fit a record is cut at the end, or dropped.
     """
 
     seq: int = 2048
@@ -41,6 +43,8 @@ class Options:
     part_mb: float = 64.0
     shard_tokens: int = 1 << 27
     pack: Literal["concat", "documents"] = "concat"
+    instructions: bool = False
+    long: Literal["cut", "drop"] = "cut"
 
     def __post_init__(self) -> None:
         if self.seq < 1:
@@ -51,11 +55,15 @@ class Options:
             raise UserError(f"--part-mb {self.part_mb}: must be above 0")
         if self.shard_tokens <= self.seq:
             raise UserError(f"--shard-tokens {self.shard_tokens}: must be above --seq {self.seq}")
+        if self.instructions and self.column != Options.column:
+            raise UserError(f"--column {self.column}: the fields of --instructions have fixed names: leave it out")
+        if self.long != Options.long and not self.instructions:
+            raise UserError(f"--long {self.long}: only examples of --instructions are cut or dropped: leave it out")
 
     @property
     def packed(self) -> bool:
         """Whether records are rows of whole documents."""
-        return self.pack == "documents"
+        return self.pack == "documents" or self.instructions
 
     @property
     def part_bytes(self) -> int:

@@ -11,6 +11,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from mesh_transformer.dataset.counts import ROW
+from mesh_transformer.dataset.fragment import LEARNED
 from mesh_transformer.dataset.objects import spool
 from mesh_transformer.dataset.packing import Piece, best_fit, example_of, pieces_of
 from mesh_transformer.dataset.shards import Shard, Source, Taken, copy_taken, cuts, runs_of, write_examples
@@ -30,12 +31,12 @@ class Packing(NamedTuple):
     Args:
         length: tokens of a row.
         padding: the token after the last document of a row.
-        cut: whether a document may be cut so that a row is filled.
+        examples: the documents are examples of instruction data. None of them is cut so that a row is filled.
     """
 
     length: int
     padding: int
-    cut: bool = True
+    examples: bool = False
 
 
 def packed_cuts(tokens: int, length: int, most: int) -> list[int]:
@@ -64,7 +65,7 @@ def write_packed_shard(
         for one, runs in zip(taken, runs_of(taken), strict=True):
             _copy_pieces(one, runs, packing.length, width, tokens, pieces)
         ends = [0]
-        for row in best_fit(_read_pieces(pieces), packing.length, packing.cut):
+        for row in best_fit(_read_pieces(pieces), packing.length, cut=not packing.examples):
             rows.write(np.array(row, _PIECE).tobytes())
             ends.append(rows.tell())
         tokens.flush()
@@ -142,4 +143,8 @@ def _example(begin: int, end: int, rows: IO[bytes], tokens: IO[bytes], width: in
     """The record of the row whose pieces are bytes `begin` to `end` of the file `rows`."""
     pieces = _pieces(os.pread(rows.fileno(), end - begin, begin))
     found = [os.pread(tokens.fileno(), piece.tokens * width, piece.first * width) for piece in pieces]
-    return example_of([np.frombuffer(one, f"<u{width}") for one in found], packing.length, packing.padding)
+    stored = [np.frombuffer(one, f"<u{width}") for one in found]
+    if not packing.examples:
+        return example_of(stored, packing.length, packing.padding)
+    learned = [piece >= LEARNED for piece in stored]
+    return example_of([piece % LEARNED for piece in stored], packing.length, packing.padding, learned)

@@ -56,12 +56,14 @@ class Shard:
         bytes: its size.
         sha256: of its content.
         padding: tokens after the last document of a record.
+        learned: tokens that the loss counts; 0 where it counts all.
     """
 
     records: int
     bytes: int
     sha256: str
     padding: int = 0
+    learned: int = 0
     at: int = 0
 
 
@@ -121,19 +123,21 @@ def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], 
 
 def write_examples(target: str, scratch: str, result: str, examples: Iterable[Example]) -> Shard:
     """Write examples as the records of a shard, its offsets and its result. The records appear last."""
-    offsets, padding = [], 0
+    offsets, padding, learned = [], 0, 0
     with whole(target + RECORDS, scratch) as file:
         for example in examples:
             offsets.append(file.tell())
             write_record(file, *example)
             if example.documents is not None:
                 padding += len(example.tokens) - int(example.documents.sum())
+            if example.loss is not None:
+                learned += int(example.loss[1::2].sum())
         size = file.tell()
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         with whole(target + OFFSETS, scratch) as index:
             index.write(np.array(offsets, "<u8").tobytes())
-        return write_object(result, scratch, Shard(len(offsets), size, digest, padding), [])
+        return write_object(result, scratch, Shard(len(offsets), size, digest, padding, learned), [])
 
 
 def runs_of(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:

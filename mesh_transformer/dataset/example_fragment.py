@@ -1,0 +1,65 @@
+"""The first task for instruction data: the examples of a part become a fragment (fragment.py), each a document."""
+
+import contextlib
+import hashlib
+import io
+
+import numpy as np
+
+from mesh_transformer.data.instructions import InstructionEncoder, LearnedTokens, canonical, learns, shortened
+from mesh_transformer.dataset.formats.base import Row
+from mesh_transformer.dataset.fragment import LEARNED, Examples, Fragment, Kept, Text, tokenizer_of
+from mesh_transformer.dataset.parts import Bad, Part, examples
+from mesh_transformer.errors import BadDataError, UserError
+
+TOO_LONG, NO_ANSWER = "too long", "no answer"
+
+
+def write_example_fragment(
+    target: str, scratch: str, part: Part, share: float, text: Text, chosen: Examples
+) -> Fragment:
+    """Encode the examples of a part into the object `target`.
+
+    Args:
+        share: of the examples of this input that are taken.
+
+    Raises:
+        UserError: a place is not an example, and `text.on_error` is "stop"; or the input is missing or damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        kept = Kept(stack, scratch, share, text)
+        encoder = stack.enter_context(InstructionEncoder(tokenizer_of(text)))
+        for item in examples(part):
+            if isinstance(item, Bad):
+                kept.refuse(item)
+            else:
+                _add(item, encoder, kept, chosen)
+        return kept.write(target)
+
+
+def _add(row: Row, encoder: InstructionEncoder, kept: Kept, chosen: Examples) -> None:
+    """Add an example, or count why it is left out."""
+    digest = hashlib.blake2b(canonical(row.example), digest_size=16).digest()
+    if not kept.takes(digest):
+        return
+    try:
+        found = encoder.encode(row.example)
+    except UserError as error:
+        kept.refuse(Bad.of(BadDataError(row.place, "bad example", str(error))))
+        return
+    too_long = len(found.ids) > chosen.most
+    if too_long and chosen.long == "drop":
+        kept.drop(TOO_LONG)
+        return
+    found = shortened(found, chosen.most)
+    if not learns(found):
+        kept.drop(NO_ANSWER)
+        return
+    kept.cut += too_long
+    # without the size of the text, which is for bits per byte of whole documents
+    kept.add(digest, io.BytesIO(_stored(found)), len(found.ids), 0)
+
+
+def _stored(tokens: LearnedTokens) -> bytes:
+    """The tokens as a fragment has them."""
+    return (tokens.ids.astype("<u4") | np.where(tokens.learned, LEARNED, 0).astype("<u4")).tobytes()
