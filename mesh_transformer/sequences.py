@@ -46,6 +46,11 @@ class Sequences(NamedTuple):
         return Sequences(*(None if array is None else change(array) for array in self))
 
     @property
+    def weighted(self) -> bool:
+        """Whether some targets may not count in the loss."""
+        return self.documents is not None or self.learned is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self if array is not None)

@@ -130,7 +130,7 @@ class Experts:
             matrices = self.matrices.gate, self.matrices.into, self.matrices.out
             y_BTD, dropped = routed.apply(ctx.dispatch, x_BTD, routing, *matrices, activation, self.matrices.biases)
         choices = routed.total(jnp.float32(routing.experts_BTk.size))
-        means = {**routed.statistics(logits_BTE, routing), "dropped": dropped / choices}
+        means = {**routed.statistics(logits_BTE, routing, ctx.real_BT), "dropped": dropped / choices}
         if self.shared is None:
             return y_BTD, means
         shared_BTD = self.shared.whole(x_BTD)

@@ -312,6 +312,7 @@ class Model:
         query_index_B: jax.Array | None = None,
         dispatch: Dispatch | None = None,
         dropout: Dropout | None = None,
+        real_BT: jax.Array | None = None,
     ) -> Context:
         """What a layer of a kind reads besides the residual stream.
 
@@ -320,7 +321,7 @@ class Model:
             numbers: the numbers of the layer.
         """
         positions = positions_of(self.decoder, kind.attention.positions, encoded, numbers.encoding)
-        return Context(attend, positions, numbers.window, query_index_B, dispatch or Dispatch(), dropout)
+        return Context(attend, positions, numbers.window, query_index_B, dispatch or Dispatch(), dropout, real_BT)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""

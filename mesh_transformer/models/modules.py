@@ -81,6 +81,8 @@ class Context(NamedTuple):
     dispatch: Dispatch = Dispatch()
     # None: all numbers are kept
     dropout: Dropout | None = None
+    # bool: whether a token is part of a document; the statistics of routers leave out the others. None: all are
+    real_BT: jax.Array | None = None
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """The positions of (B, T, ...) that the block returns: all, or one, (B, 1, ...)."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mesh_transformer import platforms
@@ -29,11 +30,12 @@ from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Params, use
 from mesh_transformer.sequences import Sequences
 from mesh_transformer.spec import Layer, Run
-from mesh_transformer.train import experts, pipeline
-from mesh_transformer.train.batch import Batch, as_sequences
+from mesh_transformer.train import experts, pipeline, token_metrics
+from mesh_transformer.train.batch import Batch, as_sequences, check_documents
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
 from mesh_transformer.train.replicas import summed_once
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side
+from mesh_transformer.train.token_metrics import Scored
 
 
 class NoiseAverages(NamedTuple):
@@ -109,6 +111,7 @@ class TrainProgram:
         split: Callable[[Params], tuple[Params, Params]] = all_trained,
         transform: Callable[[Params, Params], Params] = side_by_side,
         schedule: Schedule | None = None,
+        sources: int = 0,
     ):
         """Prepare the functions. Nothing is compiled.
 
@@ -117,17 +120,17 @@ class TrainProgram:
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
             schedule: the order in which microbatches and layers are computed; None: as the config says.
+            sources: the number of sources whose losses a step returns, given `Sequences.sources`.
 
         Raises:
             UserError: mesh.pp is over 1, and `split` or `transform` is given.
         """
         self.placement, self.config = placement, config
         self.model, self.partition = placement.model, placement.partition
-        self.split, self.transform = split, transform
+        self.split, self.transform, self.sources = split, transform, sources
         self.schedule = schedule or self._schedule()
         self._dispatch = Dispatch(config.experts.exchange, config.experts.capacity_factor)
-        layers = self.model.decoder.expert_layers
-        self._router_loss = functools.partial(experts.router_loss, config.experts, layers)
+        self._router_loss = functools.partial(experts.router_loss, config.experts, self.model.decoder.expert_layers)
         # the replicas that compute gradients on their own
         self._replicas = Replicas(self.partition).count if config.mesh.sum_gradients == "per_step" else 1
         if self._replicas > 1:
@@ -188,11 +191,17 @@ class TrainProgram:
         return _begin(params, self.optimizer.init(params), frozen)
 
     def _train_step(self, state: TrainState, sequences: Sequences | jax.Array) -> tuple[TrainState, Metrics]:
-        """One update from sequences (A, B, T + 1), or from their tokens alone. Metrics are float32 scalars named as
-        they are logged."""
+        """One update from sequences (A, B, T + 1), or from their tokens alone.
+
+        Metrics are float32 scalars named as they are logged, over the learned targets; and with `sources`, the sums
+        "source_nll" and "source_tokens" (`token_metrics.source_sums`).
+        """
+        sequences = as_sequences(sequences)
         with use(self.partition):
-            gradients, metrics, squares = self._gradients(state, as_sequences(sequences))
-        metrics, means = metrics["scalars"], metrics["means"]
+            gradients, found, squares = self._gradients(state, sequences)
+        # the mean over the microbatches of all replicas, of which there are so many, times their number
+        sums = optax.tree.scale(len(sequences.tokens) * self._replicas, found["sums"])
+        metrics, means = found["scalars"] | token_metrics.of_step(sums), found["means"]
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -203,8 +212,9 @@ class TrainProgram:
         param_norm = optax.tree.norm(self.model.without_padding(self.transform(params, state.frozen)))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
-        if len(squares) > 1:
-            big, alpha = math.prod(as_sequences(sequences).tokens.shape[:2]), self.config.optimizer.noise_scale_alpha
+        # the noise scale compares gradients of equally many sequences, which must have equal weights
+        if len(squares) > 1 and not sequences.weighted:
+            big, alpha = math.prod(sequences.tokens.shape[:2]), self.config.optimizer.noise_scale_alpha
             small = big // len(squares)
             averages, scale = update_noise(averages, alpha, small, squares.mean(), big, jnp.square(norm))
             metrics.update({f"noise/{name}": value for name, value in scale.items()})
@@ -222,6 +232,7 @@ class TrainProgram:
 
     def _gradients(self, state: TrainState, sequences: Sequences) -> tuple[Params, Metrics, jax.Array]:
         """The results of `Schedule.gradients`."""
+        check_documents(self.model.decoder, sequences)
         params = self._for_compute(state.params, self.axes)
         frozen = self._for_compute(state.frozen, self.frozen_axes)
         parts, noise_ABT2 = self._parts(self._objective, self._dispatch), None
@@ -255,11 +266,11 @@ class TrainProgram:
         )
 
     def _embed(self, params: Params, batch: Batch) -> Stream:
-        positions_1T = self.model.positions(batch.tokens.shape[1])
-        x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_1T)
+        positions_BT = self.model.positions(batch.tokens.shape[1]) if batch.positions is None else batch.positions
+        x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_BT)
         dropout = self._dropout(batch.noise, -1)
         x_BTD = x_BTD if dropout is None else dropout(x_BTD)
-        return Stream(x_BTD, bias_BHTS, (self.model.encoded_positions(positions_1T), batch.noise))
+        return Stream(x_BTD, bias_BHTS, (self.model.encoded_positions(positions_BT), batch.noise, batch.segments))
 
     def _dropout(self, noise_BT2: jax.Array | None, layer: jax.Array | int | None) -> Dropout | None:
         if noise_BT2 is None or layer is None:
@@ -269,24 +280,24 @@ class TrainProgram:
     def _layer(
         self, dispatch: Dispatch, kind: Layer, params: Params, stream: Stream, numbers: LayerNumbers
     ) -> tuple[jax.Array, Means]:
-        angles, noise_BT2 = stream.fixed
+        angles, noise_BT2, segments_BT = stream.fixed
         dropout = self._dropout(noise_BT2, numbers.layer)
-        attend = context.attention(stream.learned, windows=self.model.decoder.windows)
-        ctx = self.model.context(kind, attend, angles, numbers, dispatch=dispatch, dropout=dropout)
+        attend = context.attention(stream.learned, segments_BT, self.model.decoder.windows)
+        real_BT = None if segments_BT is None else segments_BT > 0
+        ctx = self.model.context(kind, attend, angles, numbers, dispatch=dispatch, dropout=dropout, real_BT=real_BT)
         return self.model.layer(kind, params, stream.x_BTD, ctx)
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)
         return self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
 
-    def _loss(
-        self, objective: Objective, params: Params, x_BTD: jax.Array, batch: Batch
-    ) -> tuple[jax.Array, TokenLoss]:
+    def _loss(self, objective: Objective, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, Scored]:
         """`Parts.loss` with this term of each token."""
         chunks = self.loss_chunks(*x_BTD.shape[:2])
         head = self.model.gathered_head(params)
         y_BTD = self.model.final_norm(head, x_BTD)
-        return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
+        loss, losses = weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
+        return loss, Scored.of(losses, batch)
 
     def _objective(self, per_token: TokenLoss) -> jax.Array:
         return per_token.nll + self._z_loss(per_token)
@@ -296,16 +307,14 @@ class TrainProgram:
         log_z = per_token.shifted_log_z if optimizer.z_loss_kind == "classic" else per_token.log_z
         return optimizer.z_loss * jnp.square(log_z)
 
-    def _metrics(self, loss: jax.Array, per_token: TokenLoss, means: Means) -> Metrics:
-        """The metrics of a microbatch, and the means of its layers. The last token's loss includes the mean z-loss of
-        its sequence."""
-        last_loss = self._last(per_token.nll) + self._z_loss(per_token).mean(-1)
-        return {"scalars": {"train/loss": loss, "train/last_loss": last_loss.mean()}, "means": means}
+    def _metrics(self, loss: jax.Array, scored: Scored, means: Means) -> Metrics:
+        """The metrics of a microbatch, the sums of `token_metrics.of_microbatch`, and the means of its layers."""
+        z_loss, order = self._z_loss(scored.losses), self._order(scored)
+        scalars, sums = token_metrics.of_microbatch(scored, z_loss, order, self.sources)
+        return {"scalars": {"train/loss": loss, **scalars}, "sums": sums, "means": means}
 
-    def _last(self, x_BT: jax.Array) -> jax.Array:
-        """The last position of each sequence, (B,)."""
-        order = self.partition.sequence_order(x_BT.shape[1])
-        return x_BT[:, -1 if order is None else int(order.argmax())]
+    def _order(self, scored: Scored) -> np.ndarray | None:
+        return self.partition.sequence_order(scored.losses.nll.shape[1])
 
     def loss_chunks(self, batch: int, positions: int) -> int:
         """The number of equal parts of a device's positions whose float32 logits take at most `compute.logits_mib`."""
@@ -315,14 +324,17 @@ class TrainProgram:
         return next(n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions))
 
     def _eval_step(self, params: Params, sequences: Sequences | jax.Array) -> Metrics:
-        """Mean loss without z-loss, loss of the last token, and accuracy, of sequences (B, T + 1); of a model with
-        experts, also their load (`experts.load`). `params`: float32, all."""
+        """Mean loss without z-loss, loss of the last token, and accuracy, over the learned targets of sequences (B,
+        T + 1); "tokens", the number of these targets; of a model with experts, also their load (`experts.load`).
+        `params`: float32, all."""
+        sequences = as_sequences(sequences)
+        check_documents(self.model.decoder, sequences)
         with use(self.partition):
             params = self.placement.cast(params)
             # no token is dropped
             parts = self._parts(lambda per_token: per_token.nll, Dispatch(self._dispatch.exchange))
-            loss, per_token, means = self.schedule.loss(parts, params, Batch.of(as_sequences(sequences)))
-        found = {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
+            loss, scored, means = self.schedule.loss(parts, params, Batch.of(sequences))
+            found = {"loss": loss, **token_metrics.of_evaluation(scored, self._order(scored))}
         return {**found, experts.LOAD: experts.load(means)} if means else found
 
 

@@ -83,8 +83,11 @@ def _of_best_groups(router: Router, ranked_BTE: jax.Array) -> jax.Array:
     return rearrange(jnp.where(kept_BTG[..., None], grouped, outside), "b t g e -> b t (g e)")
 
 
-def statistics(logits_BTE: jax.Array, routing: Routing) -> dict[str, jax.Array]:
+def statistics(logits_BTE: jax.Array, routing: Routing, real_BT: jax.Array | None = None) -> dict[str, jax.Array]:
     """How evenly a layer's tokens are spread over the experts, float32.
+
+    Args:
+        real_BT: bool: the tokens that count; None: all.
 
     Returns:
         share_E: the share of the choices that each expert has, over all devices.
@@ -93,14 +96,22 @@ def statistics(logits_BTE: jax.Array, routing: Routing) -> dict[str, jax.Array]:
         z: the mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
 
     Inside of a `shard_map` over some of the batch, balance and z are means over the tokens there. The balance is linear
-    in P, and f is that of all tokens, so their means over these parts of the batch are those of all tokens.
+    in P, and f is that of all tokens, so their means over these parts of the batch are those of all tokens: with
+    `real_BT`, a part has the weight of its tokens that count.
     """
     experts = routing.probs_BTE.shape[-1]
-    load_E = total(jax.nn.one_hot(routing.experts_BTk, experts, dtype=jnp.float32).sum((0, 1, 2)))
-    share_E = load_E / load_E.sum()
-    balance = experts * jnp.sum(share_E * routing.probs_BTE.mean((0, 1)))
-    z = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)).mean()
-    return {"share_E": share_E, "balance": balance, "z": z}
+    chosen_BTkE = jax.nn.one_hot(routing.experts_BTk, experts, dtype=jnp.float32)
+    probs_BTE, squares_BT = routing.probs_BTE, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
+    if real_BT is not None:
+        # a mean of 1 over the tokens of all devices
+        real_BT = real_BT.astype(jnp.float32)
+        weights_BT = real_BT * (total(jnp.float32(real_BT.size)) / jnp.maximum(total(real_BT.sum()), 1))
+        chosen_BTkE *= real_BT[..., None, None]
+        probs_BTE, squares_BT = probs_BTE * weights_BT[..., None], squares_BT * weights_BT
+    load_E = total(chosen_BTkE.sum((0, 1, 2)))
+    share_E = load_E / jnp.maximum(load_E.sum(), 1)
+    balance = experts * jnp.sum(share_E * probs_BTE.mean((0, 1)))
+    return {"share_E": share_E, "balance": balance, "z": squares_BT.mean()}
 
 
 def total(x: jax.Array) -> jax.Array:
