@@ -13,6 +13,7 @@ from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
 from mesh_transformer.platforms import by_slice
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.sequences import Sequences
 
 
 def open_session(config: Config, tokenizer_files: str | None = None) -> Session:
@@ -42,6 +43,15 @@ def suggest_a_faster_step(session: Session) -> None:
             "a step is estimated to run %.1f times faster with %s; preflight.py --search compiles it",
             times,
             " ".join(f"--set {override}" for override in best.overrides),
+        )
+
+
+def note_missing_noise_scale(sequences: Sequences) -> None:
+    """Log that a run has no noise scale, if some targets of its batches do not count in the loss."""
+    if jax.process_index() == 0 and sequences.weighted:
+        log.info(
+            "no noise scale (noise/*) is computed: with documents or loss masks in the records, sequences have "
+            "different numbers of learned tokens"
         )
 
 

@@ -31,7 +31,12 @@ from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_los
 from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
-from mesh_transformer.runtime.training.session import open_session, suggest_a_faster_step, warn_of_idle_stages
+from mesh_transformer.runtime.training.session import (
+    note_missing_noise_scale,
+    open_session,
+    suggest_a_faster_step,
+    warn_of_idle_stages,
+)
 from mesh_transformer.runtime.training.validation import Validation
 from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train import experts
@@ -247,6 +252,7 @@ class TrainingRun:
                 self.observer.phase("data", step)
                 tokens = self.session.place_batch(next(self.feed))
                 if step == start_point.step + 1:
+                    note_missing_noise_scale(tokens)
                     log.info("compiling: training step")
                 # the metrics of the first step are read after the dispatch of the second one
                 self.observer.phase("step" if step > start_point.step + 2 else "compile", step)

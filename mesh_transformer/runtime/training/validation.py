@@ -21,8 +21,9 @@ class Validated(NamedTuple):
     """The results of a validation.
 
     Args:
-        scalars: {"val/loss_<set>": nats per token without z-loss, "val/bits_per_byte_<set>": the same for a byte of
-            the text, where the bytes were counted, "val/accuracy_<set>": fraction of correct predictions}.
+        scalars: {"val/loss_<set>": nats per learned token without z-loss, "val/bits_per_byte_<set>": the same for a
+            byte of the text, where the bytes were counted and all tokens are learned, "val/accuracy_<set>": fraction of
+            correct predictions}.
         load: of each set, the mean over its batches. Empty for a model without routed experts.
         finished: whether all sets were computed, before a signal asked the run to stop.
     """
@@ -63,9 +64,12 @@ class Validation:
             results = self._evaluate(name, feed, params, step)
             if not results:
                 return Validated(scalars, load, finished=False)
-            loss, accuracy = (float(np.mean([r[metric] for r in results])) for metric in ("loss", "accuracy"))
+            tokens = np.array([result["tokens"] for result in results])
+            # of equal numbers of tokens, 1 each
+            shares = tokens / max(tokens.mean(), 1)
+            loss, accuracy = (float(np.mean(shares * [r[metric] for r in results])) for metric in ("loss", "accuracy"))
             scalars[f"val/loss_{name}"] = loss
-            if feed.counts is not None:
+            if feed.counts is not None and tokens.min() == self._session.val_batch * self._session.config.seq:
                 scalars[f"val/bits_per_byte_{name}"] = feed.counts.bits_per_byte(loss)
             scalars[f"val/accuracy_{name}"] = accuracy
             if experts.LOAD in results[0]:
