@@ -121,6 +121,9 @@ class DataConfig(Group):
     """shuffle files and records; false: keep the order of the index and of its files"""
     shuffle_window: Annotated[Count, Unit("records")] = 16384
     """size of the shuffle buffer"""
+    packing: Literal["auto", "concat", "documents"] = "auto"
+    """documents: a token attends only to its own document of the record. concat: a record is one text, whatever
+    documents it has. auto: documents if the first record of a source has the lengths of its documents"""
     batch_across_files: Switch = False
     """batches may span record files; false: an incomplete batch at the end of a file is dropped, as in the original"""
     restart: Switch = False

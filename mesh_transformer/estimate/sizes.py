@@ -203,7 +203,8 @@ def _kernels(config: Config, setting: str, dtype: str, accelerator: Accelerator)
     else:
         target = Target("gpu", compute_capability(accelerator.name))
     decoder = config.model.decoder()
-    chosen = kernels.of_layers(setting, decoder, target, dtype, config.seq)
+    documents = config.data.packing == "documents"
+    chosen = kernels.of_layers(setting, decoder, target, dtype, config.seq, segments=documents)
     return {layer.kind: name for layer, name in zip(decoder.layers, chosen, strict=True)}
 
 

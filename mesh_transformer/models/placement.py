@@ -40,11 +40,14 @@ class Placement:
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
         partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=compute.attention)
         placement = cls._on_partition(model, partition)
-        placement.kernels(config.seq)
+        placement.kernels(config.seq, documents=config.data.packing == "documents")
         return placement
 
-    def kernels(self, length: int) -> tuple[str, ...]:
+    def kernels(self, length: int, *, documents: bool = False) -> tuple[str, ...]:
         """The attention kernel of each layer, or "plain", for sequences of `length` positions: `ops.attend.kernels`.
+
+        Args:
+            documents: whether a sequence has several, each with its own attention.
 
         Raises:
             UserError: `compute.attention` names a kernel that cannot compute a layer.
@@ -54,7 +57,8 @@ class Placement:
         ring = None if parts == 1 or mode == "ulysses" else mode
         if ring is not None:
             length //= parts * (2 if mode == "zigzag" else 1)
-        return of_layers(self.partition.attention, self.model.decoder, target, dtype, length, ring)
+        setting, decoder = self.partition.attention, self.model.decoder
+        return of_layers(setting, decoder, target, dtype, length, ring, segments=documents)
 
     @classmethod
     def _on_partition(cls, model: Model, partition: Partition) -> Placement:

@@ -351,9 +351,11 @@ def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
 
 
 def lower_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Lowered:
-    """The train step for `accumulation` microbatches of `batch` sequences, not compiled yet. Nothing is allocated."""
+    """The train step for `accumulation` microbatches of `batch` sequences, not compiled yet. Nothing is allocated.
+    The sequences have documents if `data.packing` says so."""
     tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
-    return program.train_step.lower(program.abstract_state, tokens)
+    documents = tokens if program.config.data.packing == "documents" else None
+    return program.train_step.lower(program.abstract_state, Sequences(tokens, documents))
 
 
 def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Compiled:

@@ -52,14 +52,21 @@ def without_long(windows: Windows, length: int) -> Windows:
 
 
 def of_layers(
-    setting: str, decoder: Decoder, target: Target, dtype: str, length: int, ring: str | None = None
+    setting: str,
+    decoder: Decoder,
+    target: Target,
+    dtype: str,
+    length: int,
+    ring: str | None = None,
+    *,
+    segments: bool = False,
 ) -> tuple[str, ...]:
     """The kernel of each layer of a model, before anything is compiled.
 
     Args:
         setting, dtype: of `compute`.
         length: positions of a sequence; with `ring`, of one block of it.
-        ring: as in `Case`.
+        ring, segments: as in `Case`.
 
     Raises:
         UserError: as in `choose`.
@@ -70,7 +77,7 @@ def of_layers(
         key, value = layer.attention.keys_and_values
         softcap = getattr(layer.attention, "softcap", None) is not None
         widths = key.width, value.width
-        case = Case(target, length, *widths, dtype, decoder.relative_bias, False, softcap, windows, ring)
+        case = Case(target, length, *widths, dtype, decoder.relative_bias, segments, softcap, windows, ring)
         found.append(choose(setting, case))
     return tuple(found)
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from support.builders import TINY
 
+from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.estimate.prediction import estimate_training
+from mesh_transformer.estimate.target import gpu_target
 from mesh_transformer.runtime.preflight import command
 from mesh_transformer.runtime.preflight.command import PreflightOptions
 
@@ -72,6 +75,19 @@ def test_bad_options(preflight, options, message):
 def test_bad_config(preflight):
     with pytest.raises(UserError, match=r"mesh\.tq"):
         preflight("mesh.tq=2")
+
+
+def test_what_documents_cost_is_said() -> None:
+    """cuDNN's kernel has no segments, so that attention is computed without one."""
+    sizes = ["model.d_model=512", "model.seq=512", "compute.dtype=bfloat16", "data.packing=documents"]
+    config = parse_config(TINY, sizes)
+    row, concat = (estimate_training(one, gpu_target("h100"), ()) for one in (config, parse_config(TINY, sizes[:-1])))
+    assert row.step_s > concat.step_s
+    more = f"{row.step_s / concat.step_s - 1:+.1%}"
+    assert f"data.packing documents against concat: {more} time of a step" in row.notes[-1]
+    assert not any("concat" in note for note in concat.notes)
+    with pytest.raises(UserError, match="compute.attention cudnn cannot compute segments"):
+        estimate_training(parse_config(TINY, [*sizes, "compute.attention=cudnn"]), gpu_target("h100"), ())
 
 
 @without_libtpu
