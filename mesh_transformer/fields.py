@@ -10,6 +10,7 @@ from mesh_transformer.errors import UserError
 _Mark = TypeVar("_Mark")
 # largest step counter and random seed on the device
 INT32_MAX = 2**31 - 1
+_PROMPT = 'a text, or a list of messages such as [{"role": "user", "content": "Hello"}]'
 
 
 class SchemaText:
@@ -61,6 +62,26 @@ def _blank_is_none(value: Any) -> Any:
     return None if value == "" else _text(value)
 
 
+def _prompts(value: Any) -> Any:
+    prompts = [value] if isinstance(value, str) and value else value
+    if not isinstance(prompts, list | tuple):
+        raise UserError(f"expected a list of prompts; each is {_PROMPT}")
+    for number, prompt in enumerate(prompts, 1):
+        is_text = isinstance(prompt, str) and prompt != ""
+        if not is_text and not _is_chat(prompt):
+            raise UserError(f"expected as prompt {number} {_PROMPT}")
+    return tuple(prompts)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    return texts and {"role", "content"} <= value.keys()
+
+
 Count = Annotated[int, Strict(), Ge(1), Le(INT32_MAX), BeforeValidator(whole)]
 CountOrZero = Annotated[int, Strict(), Ge(0), Le(INT32_MAX), BeforeValidator(whole)]
 Dims = Annotated[Count, Unit("dims")]
@@ -89,6 +110,11 @@ Switch = Annotated[bool, Strict()]
 Text = Annotated[str, BeforeValidator(_text)]
 Name = Annotated[str, MinLen(1), BeforeValidator(_text)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none)]
+Message = dict[str, str]
+# a text, or the messages of a chat
+Prompt = str | list[Message]
+# a single text is a list of one prompt
+Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_prompts)]
 
 
 STACKS = SHARED, WHOLE = "layers", "whole_layers"

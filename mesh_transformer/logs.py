@@ -1,11 +1,13 @@
 """The output of a run: log lines, a progress bar and metric files."""
 
+import html
 import json
 import logging
 import math
 import os
 import struct
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -179,6 +181,9 @@ class Sink(Protocol):
     def picture(self, step: int, name: str, path: str) -> None:
         """Record the PNG at `path`. The file may change after the call."""
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Record a text."""
+
     def close(self) -> None:
         """Write buffered metrics."""
 
@@ -205,6 +210,9 @@ class JsonLines:
 
     def picture(self, step: int, name: str, path: str) -> None:
         """The file has no pictures."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """The file has no texts."""
 
     def close(self) -> None:
         self._file.close()
@@ -296,6 +304,12 @@ class TensorBoard:
         image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=_RGBA)
         self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
+    def text(self, step: int, name: str, text: str) -> None:
+        from tensorboardX import summary
+
+        # TensorBoard shows Markdown: an indented text is shown as it is
+        self._add(step, summary.text(name, textwrap.indent(text, "    ", lambda _: True)))
+
     def _add(self, step: int, summary: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
@@ -333,6 +347,11 @@ class WandB:
         import wandb
 
         self._run.log({name: wandb.Image(path)}, step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
 
     def close(self) -> None:
         with liveness.service_call():

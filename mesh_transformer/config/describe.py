@@ -16,6 +16,7 @@ TYPES = {
     "string": "a string",
     "array": 'a list of strings, such as ["lambada", "piqa"]',
     "numbers": "a list of whole numbers, 0 or more, such as [0, 2]",
+    "prompts": 'one text, or a list of texts and lists of messages, such as ["Hello"]',
     "range": "two whole numbers, the first 1 or more and the second not less than the first, such as [10, 13]",
     "object": 'one file, or an object that maps names to files, such as {"pile": "pile.val.index"}',
 }
@@ -52,10 +53,18 @@ def _words(schema: dict[str, Any]) -> str:
     limits = [text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX]
     kind = schema["type"]
     if kind == "array":
-        is_text = schema.get("items", {}).get("type") == "string"
-        kind = "range" if "prefixItems" in schema else "array" if is_text else "numbers"
+        kind = _list_kind(schema)
     words = TYPES[kind] + (f", {' and '.join(limits)}" if limits else "")
     return f"{words} that is not empty" if "minLength" in schema else words
+
+
+def _list_kind(schema: dict[str, Any]) -> str:
+    items = schema.get("items", {})
+    if "prefixItems" in schema:
+        return "range"
+    if "anyOf" in items:
+        return "prompts"
+    return "array" if items.get("type") == "string" else "numbers"
 
 
 def choices(group: type[Group], name: str) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from mesh_transformer.config.mesh import (
@@ -33,6 +33,7 @@ from mesh_transformer.fields import (
     NonNegative,
     OptionalText,
     Positive,
+    Prompts,
     Sequences,
     Size,
     StepRange,
@@ -216,6 +217,15 @@ class LoggingConfig(Group):
     plot: Switch = True
     """plot the losses to model_dir/loss.png during the run and at its end; with routed experts also their load to
     model_dir/experts.png"""
+    sample_prompts: Prompts = ()
+    """prompts that the run completes with its own weights; a list of messages is a prompt by the chat template of the
+    tokenizer"""
+    sample_every: Annotated[Steps | None, Derived("data.val_every")] = None
+    """steps between samples of sample_prompts; the last step has samples too, and a fine-tuning begins with some"""
+    sample_tokens: Tokens = 64
+    """largest number of new tokens of a sample"""
+    sample_temperature: Annotated[NonNegative, Le(1_000_000)] = 0.0
+    """temperature of the samples; 0: the most likely token"""
     profile_steps: StepRange | None = None
     """first and last step of a trace for TensorBoard and Perfetto, which is written into model_dir/profile"""
     op_table: Switch = False

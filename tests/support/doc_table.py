@@ -98,6 +98,8 @@ TEXT: dict[Entry, str] = {
     ("docs/pod.md", "error: hostname"): "the output of a command that needs the cloud",
     ("docs/reliability.md", "driver (train.py)"): "a picture",
     ("docs/runs.md", "bits per byte ="): "a formula",
+    ("docs/runs.md", '"logging": {'): "an excerpt of a config",
+    ("docs/runs.md", "step 100: sample 1"): "a line of the log of a run",
     ("docs/serve.md", "messages = ["): "a continued program that needs a model with a chat template",
     ("docs/serve.md", "task: piqa_local"): "a file for a command that is not run",
     ("docs/serve.md", "location / {"): "a part of nginx's configuration",

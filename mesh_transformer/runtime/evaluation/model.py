@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint.native.manifest import describe
@@ -27,6 +25,7 @@ from mesh_transformer.logs import Progress
 from mesh_transformer.models.model import Model
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.sampling.sampler import MAX_SLOTS, CompletionInput, complete
+from mesh_transformer.runtime.session.broadcast import from_first_process
 from mesh_transformer.runtime.session.session import Session
 
 BATCH_TOKENS = 4096
@@ -97,7 +96,7 @@ class AnswerCache:
             for i, request in enumerate(requests):
                 for (answer,) in self._database.execute(query, (self._model, _digest(request))):
                     known[i] = json.loads(answer)
-        return {int(i): answer for i, answer in _from_first_process(known).items()}
+        return {int(i): answer for i, answer in from_first_process(known).items()}
 
     def put(self, request: Any, answer: Answer) -> None:
         """Store an answer. It is on disk after `commit`."""
@@ -118,14 +117,6 @@ def fingerprint(params: Params) -> list[int]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _from_first_process(value: dict[int, Any]) -> dict[Any, Any]:
-    """The value of process 0, in all processes."""
-    raw = json.dumps(value).encode()
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(raw))))
-    padded = np.frombuffer(raw.ljust(size)[:size], np.uint8)
-    return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
 
 
 class EvalModel:

@@ -151,6 +151,11 @@ def complete(engine: Engine, inputs: Mapping[int, CompletionInput]) -> Iterator[
             yield key, drawn[key], None if stream is None else stream.text + stream.finish()
 
 
+def end_tokens(tokenizer: Tokenizer, n_vocab: int) -> tuple[int, ...]:
+    """The tokens that end a completion and that a model with `n_vocab` tokens has."""
+    return tuple(token for token in tokenizer.end_tokens if token < n_vocab)
+
+
 class _Prompt(NamedTuple):
     """A prompt that fits the context together with its new tokens.
 
@@ -219,8 +224,7 @@ class Sampler:
     def _sample(self, engine: Engine, prompt: _Prompt) -> list[Sample]:
         began = time.monotonic()
         request, tokenizer = self._request, self._tokenizer
-        n_vocab = self._config.model.n_vocab
-        ends = tuple(token for token in (tokenizer.end_tokens if tokenizer else ()) if token < n_vocab)
+        ends = () if tokenizer is None else end_tokens(tokenizer, self._config.model.n_vocab)
         inputs = {}
         for number in range(request.num_samples):
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=prompt.tokens)

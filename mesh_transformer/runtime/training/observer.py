@@ -29,5 +29,8 @@ class Observer:
     def picture(self, step: int, name: str, path: str) -> None:
         """A picture of the run was drawn: a PNG at `path`, on the machine of the run."""
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """A text of the run, such as a sample."""
+
     def close(self) -> None:
         """No more metrics follow."""

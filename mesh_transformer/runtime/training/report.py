@@ -161,6 +161,11 @@ class MetricsReporter:
         for sink in self._sinks:
             sink.picture(step, name, path)
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Give a text of `step` to the sinks."""
+        for sink in self._sinks:
+            sink.text(step, name, text)
+
     @contextlib.contextmanager
     def pause(self, *, compiles: bool = False) -> Iterator[None]:
         """Exclude a time, such as the time of a validation, from the time of the next step.

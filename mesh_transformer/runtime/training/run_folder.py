@@ -22,6 +22,11 @@ from mesh_transformer.logs import log
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
 # the load of the experts at each validation, and its picture
 EXPERTS, EXPERTS_PICTURE = "experts.jsonl", "experts.png"
+# the samples of the prompts of logging.sample_prompts
+SAMPLES = "samples.jsonl"
+# the files with one record a step, which a resumed run continues
+_RECORDS = (METRICS, EXPERTS, SAMPLES)
+_PUBLISHED = (*_RECORDS, CURVE, EXPERTS_PICTURE)
 PROFILE = "profile"
 _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
@@ -172,7 +177,7 @@ def claim_run_folder(root: str, folder: str) -> str:
     if files.is_remote(root):
         if own != name:
             _remove(folder)
-        for file in (METRICS, EXPERTS):
+        for file in _RECORDS:
             _restore_metrics_from_bucket(files.join(root, file), os.path.join(folder, file))
     if own != name:
         files.replace(path, name.encode())
@@ -183,7 +188,7 @@ def publish(root: str, folder: str) -> None:
     """Copy the metrics and the plots to the bucket, if the run is in a bucket."""
     if not files.is_remote(root):
         return
-    for name in (METRICS, CURVE, EXPERTS, EXPERTS_PICTURE):
+    for name in _PUBLISHED:
         if os.path.exists(os.path.join(folder, name)):
             files.upload(os.path.join(folder, name), files.join(root, name))
 
@@ -221,7 +226,7 @@ def _new_id() -> str:
 
 
 def _remove(folder: str) -> None:
-    for name in (METRICS, CURVE, EXPERTS, EXPERTS_PICTURE):
+    for name in _PUBLISHED:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, name))
     for name in (_TENSORBOARD, PROFILE):

@@ -22,7 +22,7 @@ from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.evaluation.command import RunEvaluation
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
-from mesh_transformer.runtime.training import expert_load, run_folder, start
+from mesh_transformer.runtime.training import expert_load, run_folder, samples, start
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.feeds import open_train_feed
 from mesh_transformer.runtime.training.memory import check_training
@@ -144,6 +144,7 @@ class TrainingRun:
         self.program = program
         self.validation = Validation(session, self.program, self._stop_requested)
         self.evaluation = RunEvaluation(session, self._stop_requested)
+        self.samples = samples.PromptSamples(session, self._stop_requested)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         # whether this process has validated, so that the programs are compiled
@@ -236,11 +237,11 @@ class TrainingRun:
 
     def _loop(self, start_point: start.StartPoint, report: MetricsReporter, profile: StepProfile) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
-        total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
+        total, state = self.config.optimizer.total_steps, start_point.state
         self.interrupt.in_loop = True
-        if start_point.validates and (self.validation or self.evaluation):
+        if start_point.validates and (self.validation or self.evaluation or self.samples):
             report.reopen(start_point.step, self._record(start_point.step))
-            if not self._validate(start_point.step, state, report):
+            if not self._examine(start_point.step, state, report):
                 code = self.interrupt.exit_code(start_point.step)
                 if code is not None:
                     # a fine-tuning has no checkpoint yet
@@ -258,7 +259,7 @@ class TrainingRun:
                 self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
                 state, metrics = self.program.train_step(state, tokens)
                 report.push(step, metrics)
-            validated = step % data.val_every != 0 and step != total or self._validate(step, state, report)
+            validated = self._examine(step, state, report)
             code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
                 self._save(step, state, start_point, report, validated=validated)
@@ -269,8 +270,23 @@ class TrainingRun:
         self.observer.phase("finish", total)
         return 0, max(start_point.step, total)
 
+    def _examine(self, step: int, state: TrainState, report: MetricsReporter) -> bool:
+        """Validate and sample after `step`, if it is time for it. Returns whether all was computed, before a signal
+        asked the run to stop."""
+        due = step % self.config.data.val_every == 0 or step == self.config.optimizer.total_steps
+        if due and not self._validate(step, state, report):
+            return False
+        return not self.samples.due(step) or self._sample(step, state, report)
+
+    def _sample(self, step: int, state: TrainState, report: MetricsReporter) -> bool:
+        """Sample the prompts after `step`. Returns as `_examine`."""
+        report.settle()
+        self.observer.phase("validate", step)
+        with report.pause(compiles=not self.samples.compiled):
+            return self.samples.run(state.params, step, self.folder, report)
+
     def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> bool:
-        """Validate after `step`. Returns whether all was computed, before a signal asked the run to stop."""
+        """Validate after `step`. Returns as `_examine`."""
         if not self.validation and not self.evaluation:
             return True
         report.settle()
@@ -337,6 +353,7 @@ class TrainingRun:
             return start.LoggedProgress()
         logs.cut_broken_end(path)
         expert_load.cut_broken_end(self.folder)
+        samples.cut_broken_end(self.folder)
         last = next(reversed(logs.read_json_lines(path)), {"step": 0})
         return start.LoggedProgress(last["step"], int(last.get("train/steps_redone") or 0))
 

@@ -9,7 +9,7 @@ from mesh_transformer.runtime.training.run_folder import claim_run_folder, publi
 
 ROOT = "gs://models/run"
 # the files that a run in a bucket continues
-FILES = ("metrics.jsonl", "experts.jsonl")
+FILES = ("metrics.jsonl", "experts.jsonl", "samples.jsonl")
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def test_what_is_newer_than_the_bucket_stays(machine):
     name = claim_run_folder(ROOT, str(folder))
     add("1\n")
     assert claim_run_folder(ROOT, str(folder)) == name, "killed before its first checkpoint"
-    assert _read(folder) == ["1\n"] * 2
+    assert _read(folder) == ["1\n"] * len(FILES)
     publish(ROOT, str(folder))
     add("2\n3")
     assert claim_run_folder(ROOT, str(folder)) == name
-    assert _read(folder) == ["1\n2\n3"] * 2
+    assert _read(folder) == ["1\n2\n3"] * len(FILES)
 
 
 def test_a_machine_that_comes_back(machine):
@@ -68,14 +68,14 @@ def test_a_machine_that_comes_back(machine):
     add_b("2 of b\n")
     publish(ROOT, str(b))
     assert claim_run_folder(ROOT, str(a)) == name
-    assert _read(a) == ["1\n2 of b\n"] * 2
+    assert _read(a) == ["1\n2 of b\n"] * len(FILES)
 
 
 def test_a_run_that_was_deleted_in_the_bucket(machine):
     folder, add = machine("a")
     name = claim_run_folder(ROOT, str(folder))
     add("1\n")
-    for name in ("loss.png", "experts.jsonl", "experts.png"):
+    for name in ("loss.png", "experts.jsonl", "experts.png", "samples.jsonl"):
         (folder / name).write_text("x")
     (folder / "tensorboard").mkdir()
     (folder / "mine.txt").write_text("x")
