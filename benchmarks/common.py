@@ -97,7 +97,8 @@ def random_tokens(config: Any, accumulation: int, batch: int) -> np.ndarray:
 
 
 class OwnStep:
-    """The training step of a config, as the trainer builds it, on random weights and tokens. A call runs one step."""
+    """The training step of a config, as the trainer builds it, on random weights and tokens. A call runs one step, on
+    another batch if one is given."""
 
     def __init__(self, config: Any):
         import jax
@@ -113,10 +114,10 @@ class OwnStep:
         tokens = random_tokens(config, accumulation, self.session.microbatch)
         self.tokens = self.session.place_batch(Sequences(tokens))
 
-    def __call__(self) -> None:
+    def __call__(self, batch: Any = None) -> None:
         import jax
 
-        self.state, metrics = self.program.train_step(self.state, self.tokens)
+        self.state, metrics = self.program.train_step(self.state, self.tokens if batch is None else batch)
         jax.block_until_ready(metrics)
 
 

@@ -38,6 +38,8 @@ MESHES = {
 FILES = ("train/batch.py", "train/token_metrics.py")
 SOURCES = 3
 GIVEN = packed(SOURCES)
+# a model that reads positions, and not their differences alone
+LEARNED = "gptj_learned"
 COUNTED = targets_of_documents(GIVEN.documents) & GIVEN.learned[..., 1:]
 
 
@@ -109,8 +111,8 @@ def _rows(array: np.ndarray) -> np.ndarray:
 
 
 def test_another_document_changes_no_loss_by_a_bit() -> None:
-    run = _program("gptj")
-    params, _, _ = _alone("gptj", 2)
+    run = _program(LEARNED)
+    params, _, _ = _alone(LEARNED, 2)
     given = GIVEN.map(lambda array: array[0])
     changed = given.documents == 2
     others = given._replace(tokens=np.where(changed, (given.tokens + 7) % 500, given.tokens))
@@ -122,8 +124,8 @@ def test_another_document_changes_no_loss_by_a_bit() -> None:
 
 
 def test_a_microbatch_or_a_step_may_learn_nothing() -> None:
-    run = _program("gptj")
-    params, nll, _ = _alone("gptj", 2)
+    run = _program(LEARNED)
+    params, nll, _ = _alone(LEARNED, 2)
     learned = GIVEN.learned.copy()
     learned[0] = False
     _, half = run.train_step(run.init(jax.random.key(1)), GIVEN._replace(learned=learned))
@@ -137,8 +139,8 @@ def test_a_microbatch_or_a_step_may_learn_nothing() -> None:
 
 
 def test_an_evaluation_counts_the_learned_targets() -> None:
-    run = _program("gptj")
-    params, nll, _ = _alone("gptj", 2)
+    run = _program(LEARNED)
+    params, nll, _ = _alone(LEARNED, 2)
     given = GIVEN.map(lambda array: array[1])
     found = jax.device_get(run.eval_step(params, given))
     assert found["tokens"] == COUNTED[1].sum()
