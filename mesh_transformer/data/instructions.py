@@ -193,7 +193,7 @@ def overlaps(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     begins, ends = np.array(spans, np.int64).T
     # the first span that ends after the token begins
     number = np.searchsorted(ends, first, side="right")
-    return (number < len(ends)) & (first >= begins[np.minimum(number, len(ends) - 1)])
+    return (number < len(ends)) & (stop > begins[np.minimum(number, len(ends) - 1)])
 
 
 def marked_text(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None) -> MarkedText:
