@@ -120,8 +120,7 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
     tokens = load_tokenizer(tokenizer)
     if n_vocab is not None:
         warn_of_more_ids(tokens, n_vocab)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = os.path.join(base, "mesh_transformer", "datasets")
+    folder = cache_folder()
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
     # earlier versions did not write the counts
     if not os.path.isfile(target) or counts_of_cached(target) is None:
@@ -134,6 +133,12 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
             os.replace(counts, cached_counts(target))
             os.replace(scratch, target)
     return target
+
+
+def cache_folder() -> str:
+    """The user's cache folder for data sets."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "mesh_transformer", "datasets")
 
 
 def former_cached_name(path: str, seq: int, tokenizer: str | None) -> str:

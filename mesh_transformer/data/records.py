@@ -21,6 +21,8 @@ from mesh_transformer.files import is_remote, open_binary
 from mesh_transformer.sequences import Example
 
 MAX_RECORD_BYTES = 64 << 20
+# bytes of a record beside its data
+FRAME_BYTES = 16
 _HEADER = struct.Struct("<QI")
 _CHECKSUM = struct.Struct("<I")
 _SKIP_BYTES = 1 << 20
@@ -34,6 +36,11 @@ class Record(NamedTuple):
     offset: int
     data: bytes
 
+    @property
+    def place(self) -> str:
+        """Where the record is, for a message."""
+        return _place(self.path, self.number, self.offset)
+
     def example(self) -> Example:
         """The content of the record.
 
@@ -43,7 +50,7 @@ class Record(NamedTuple):
         try:
             return decode_example(self.data)
         except UserError as error:
-            raise UserError(f"{_place(self.path, self.number, self.offset)}: {error}") from error
+            raise UserError(f"{self.place}: {error}") from error
 
 
 class RecordReader:
@@ -75,6 +82,11 @@ class RecordReader:
     def close(self) -> None:
         """Release the file."""
         self._file.close()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the file is not compressed."""
+        return self._size is not None
 
     def read(self, keep: bool = True) -> Record | None:
         """The next record, its checksums verified; None at the end of the file.
@@ -131,10 +143,27 @@ class RecordReader:
             n -= len(self._exactly(min(n, _SKIP_BYTES)))
 
     def _damaged(self, why: str) -> UserError:
-        return UserError(
-            f"{_place(self.path, self.number, self.offset)}: {why}; "
-            f"download or make the file again, or remove it from the index"
-        )
+        return _damaged(self.path, self.number, self.offset, why)
+
+
+def parse_record(path: str, number: int, offset: int, content: bytes) -> Record:
+    """The record whose bytes in the file are `content`, its checksums verified.
+
+    Raises:
+        UserError: the bytes are not one record; names the file, the record and its offset.
+    """
+    header, data, checksum = (
+        content[: _HEADER.size],
+        content[_HEADER.size : -_CHECKSUM.size],
+        content[-_CHECKSUM.size :],
+    )
+    if len(content) < FRAME_BYTES or not _is_header(header):
+        raise _damaged(path, number, offset, "the checksum of its length does not match")
+    if (length := _HEADER.unpack(header)[0]) != len(data):
+        raise _damaged(path, number, offset, f"it claims {length} bytes and has {len(data)}")
+    if checksum != _checksum(data):
+        raise _damaged(path, number, offset, "the checksum of its data does not match")
+    return Record(path, number, offset, data)
 
 
 def write_record(
@@ -164,6 +193,12 @@ def masked_crc32c(data: bytes) -> int:
 
 def _checksum(data: bytes) -> bytes:
     return _CHECKSUM.pack(masked_crc32c(data))
+
+
+def _damaged(path: str, number: int, offset: int, why: str) -> UserError:
+    return UserError(
+        f"{_place(path, number, offset)}: {why}; download or make the file again, or remove it from the index"
+    )
 
 
 def _place(path: str, number: int, offset: int) -> str:

@@ -5,7 +5,6 @@ and stays valid when the batch or the number of hosts changes. It includes stamp
 current file and, with shuffling, all files of the half of the window that is drawn from.
 """
 
-import hashlib
 import logging
 import os
 import re
@@ -15,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.data.records import Record, RecordReader
+from mesh_transformer.data.stamps import check_stamp, stamp_of
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.files import read_range, size
 
 Position = dict[str, Any]
 
 _PLACE = re.compile(r"[0-9]{1,9}")
 _NUMBERS = ("epoch", "file", "record", "offset", "taken")
-_STAMPED_BYTES = 64 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +102,8 @@ class Walk:
                 f"or read the data from its beginning with --set data.restart=true"
             )
         for at, stamp in stamps.items():
-            _check_stamp(self._path(epoch, at), stamp)
+            path = self._path(epoch, at)
+            check_stamp(path, stamp_of(path), stamp)
         self.close()
         self._epoch, self._place, self._empty_files_in_a_row = epoch, place, 0
         if position["offset"]:
@@ -116,7 +115,7 @@ class Walk:
             self._reader = None
 
     def _open(self, number: int = 0, offset: int = 0) -> RecordReader:
-        self._stamp = _stamp(self._path())
+        self._stamp = stamp_of(self._path())
         return RecordReader(self._path(), number, offset)
 
     def _path(self, epoch: int | None = None, place: int | None = None) -> str:
@@ -237,7 +236,8 @@ def resume(stream: Stream, position: Any) -> None:
         _PLACE.fullmatch(at) and isinstance(stamp, str) for at, stamp in files.items()
     )
     named = isinstance(position.get("name"), str)
-    if position.get("version") != 1 or not (whole and named and stamped):
+    # a later version has an order of its own
+    if position.get("version") not in (1, 2) or position["version"] == 1 and not (whole and named and stamped):
         raise UserError(f"the stored data position cannot be read: {position!r}"[:500])
     if position.get("order") != stream.order:
         raise UserError(
@@ -249,27 +249,3 @@ def resume(stream: Stream, position: Any) -> None:
 
 def _some(files: Sequence[str]) -> str:
     return ", ".join(files[:3]) + (f" and {plural(len(files) - 3, 'more file')}" if len(files) > 3 else "")
-
-
-def _stamp(path: str) -> str:
-    """The size of a file (local or `gs://`) and a hash of its beginning, which identify it beside its name.
-
-    Raises:
-        UserError: there is no such file.
-    """
-    head = hashlib.sha256(read_range(path, 0, _STAMPED_BYTES)).hexdigest()
-    return f"{size(path)} bytes, sha256 of the first 64 KiB {head[:16]}..."
-
-
-def _check_stamp(path: str, stored: str) -> None:
-    """Compare the stamp of a file with the one stored in a data position.
-
-    Raises:
-        UserError: the file is missing or has changed.
-    """
-    found = _stamp(path)
-    if found != stored:
-        raise UserError(
-            f"{path} has changed since the data position was stored (then: {stored}; now: {found}): restore the "
-            f"former file, or read the data from its beginning with --set data.restart=true"
-        )

@@ -1,0 +1,82 @@
+"""Where the records of a plain record file begin: little-endian numbers of 8 bytes, one for each record.
+
+`prepare_dataset.py` writes them beside the record file. For other files they are found by a walk over the records at
+first use, and kept in the user's cache folder under the stamp of the record file.
+"""
+
+import hashlib
+import logging
+import os
+
+import numpy as np
+
+from mesh_transformer import files
+from mesh_transformer.data.prepare import cache_folder, scratch_file
+from mesh_transformer.data.records import FRAME_BYTES, RecordReader
+from mesh_transformer.errors import UserError
+
+SUFFIX = ".offsets"
+OFFSET_BYTES = 8
+
+_log = logging.getLogger(__name__)
+
+
+def find_offsets(path: str, stamp: str) -> str:
+    """The local file with the offsets of a record file (local or `gs://`).
+
+    Args:
+        stamp: of the record file.
+
+    Raises:
+        UserError: the record file is compressed or damaged, or the file beside it has the offsets of another one.
+    """
+    beside = path + SUFFIX
+    if not files.is_remote(path) and os.path.isfile(beside):
+        _check(path, beside)
+        return beside
+    folder, stem = cache_folder(), os.path.splitext(os.path.basename(path))[0]
+    key = hashlib.sha256(f"{path} {stamp}".encode()).hexdigest()[:32]
+    target = os.path.join(folder, f"{stem}-{key}{SUFFIX}")
+    if not os.path.isfile(target):
+        os.makedirs(folder, exist_ok=True)
+        with scratch_file(folder) as scratch:
+            if files.is_remote(path) and files.exists(beside):
+                with open(scratch, "wb") as file:
+                    files.download(beside, 0, None, file)
+                _check(path, scratch)
+            else:
+                _write(path, scratch)
+            os.replace(scratch, target)
+    return target
+
+
+def _write(path: str, target: str) -> None:
+    """Find the offsets by a walk over the records, which reads no data of a local file."""
+    _log.info("%s: finding where its records begin; this is done once", path)
+    with RecordReader(path) as reader, open(target, "wb") as file:
+        if not reader.plain:
+            raise UserError(
+                f"{path} is compressed, so it cannot be read from the middle, as a mixture and data.shuffle whole do: "
+                f"decompress it, or read it as the only data.train_set with data.shuffle true or false"
+            )
+        found: list[int] = []
+        offset = 0
+        while reader.read(keep=False) is not None:
+            found.append(offset)
+            offset = reader.offset
+        file.write(np.array(found, "<u8").tobytes())
+
+
+def _check(path: str, offsets: str) -> None:
+    """Refuse offsets whose last record is not the last of the record file."""
+    n_bytes, whole = os.path.getsize(offsets), files.size(path)
+    with open(offsets, "rb") as file:
+        file.seek(max(n_bytes - OFFSET_BYTES, 0))
+        last = int.from_bytes(file.read(OFFSET_BYTES), "little")
+    header = files.read_range(path, last, OFFSET_BYTES)
+    end = last + FRAME_BYTES + int.from_bytes(header, "little") if n_bytes else 0
+    if n_bytes % OFFSET_BYTES or end != whole:
+        raise UserError(
+            f"{path + SUFFIX} does not fit {path}, whose records it should list: delete it, and it is made again, or "
+            "make both files again"
+        )

@@ -1,0 +1,32 @@
+"""Stamps of data files, which stored data positions have, so that a changed file is told."""
+
+import hashlib
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.files import read_range, size
+
+RESTART = "or read the data from its beginning with --set data.restart=true"
+_STAMPED_BYTES = 64 << 10
+
+
+def stamp_of(path: str) -> str:
+    """The size of a file (local or `gs://`) and a hash of its beginning, which identify it beside its name.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    head = hashlib.sha256(read_range(path, 0, _STAMPED_BYTES)).hexdigest()
+    return f"{size(path)} bytes, sha256 of the first 64 KiB {head[:16]}..."
+
+
+def check_stamp(path: str, found: str, stored: str) -> None:
+    """Compare the stamp of a file with the one stored in a data position.
+
+    Raises:
+        UserError: the file has changed.
+    """
+    if found != stored:
+        raise UserError(
+            f"{path} has changed since the data position was stored (then: {stored}; now: {found}): restore the "
+            f"former file, {RESTART}"
+        )
