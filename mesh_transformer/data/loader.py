@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import grain
 from grain.experimental import ThreadPrefetchIterDataset
 
+from mesh_transformer.data.batching import Batching, Packing
 from mesh_transformer.data.prepare import cached_records, former_cached_name
 from mesh_transformer.data.records import Record, RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
 from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
 from mesh_transformer.data.text_counts import TextCounts, counts_of_cached, counts_of_index
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.sequences import Example, Sequences
+from mesh_transformer.sequences import Sequences
 
 _log = logging.getLogger(__name__)
 
@@ -53,26 +54,6 @@ class Batches(Protocol):
     def __iter__(self) -> Loader: ...
 
 
-@dataclass(frozen=True)
-class Batching:
-    """The shape of a step's batch: (accumulation, rows of this host, seq + 1)."""
-
-    seq: int
-    accumulation: int
-    batch: int
-    rows: tuple[int, ...]
-    n_vocab: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.rows or list(self.rows) != sorted(set(self.rows).intersection(range(self.batch))):
-            raise ValueError(f"rows must be some of 0..{self.batch - 1}, ascending: {self.rows}")
-
-    @property
-    def records(self) -> int:
-        """Records of one step on all hosts."""
-        return self.accumulation * self.batch
-
-
 def make_train_loader(
     source: str,
     *,
@@ -85,6 +66,7 @@ def make_train_loader(
     seed: int = 0,
     batch_across_files: bool = False,
     n_vocab: int | None = None,
+    packing: Packing = "auto",
     tokenizer: str | None = None,
     prefetch: int = 2,
 ) -> Loader:
@@ -99,6 +81,7 @@ def make_train_loader(
         shuffle: permute files and records by `seed` within `shuffle_window`; batches then span files.
         batch_across_files: without shuffling, fill a batch from the next file or epoch where a file ends.
         n_vocab: upper bound of tokens; None: not checked.
+        packing: see `data.packing`.
         tokenizer: for .txt sources, see `load_tokenizer`.
         prefetch: steps read ahead.
 
@@ -106,9 +89,8 @@ def make_train_loader(
         UserError: a file is missing, or its first record does not hold seq + 1 tokens. `next` raises it for
             a damaged record, and if a whole pass fills no batch.
     """
-    shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab)
     path = find_source(source)
-    files = _files(path, shape, tokenizer)
+    files, shape = _open(path, Batching(seq, accumulation, batch, tuple(rows), n_vocab, packing), tokenizer)
     former_name = functools.partial(former_cached_name, path, seq, tokenizer) if is_text(path) else None
 
     def begin() -> _BatchIterator:
@@ -126,6 +108,7 @@ def make_val_loader(
     rows: Sequence[int],
     repeat: bool = True,
     n_vocab: int | None = None,
+    packing: Packing = "auto",
     tokenizer: str | None = None,
     prefetch: int = 2,
 ) -> Batches:
@@ -134,9 +117,8 @@ def make_val_loader(
     The records that fill no batch at the end of a file are dropped. Without `repeat` an iteration ends with the last
     file, otherwise never. Arguments and errors as in `make_train_loader`.
     """
-    shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
     path = find_source(source)
-    files = _files(path, shape, tokenizer)
+    files, shape = _open(path, Batching(seq, 1, batch, tuple(rows), n_vocab, packing), tokenizer)
     counts = counts_of_cached(files[0]) if is_text(path) else counts_of_index(path)
 
     def begin() -> _BatchIterator:
@@ -157,17 +139,22 @@ class _Counted:
         return iter(self.batches)
 
 
-def _files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
-    """The record files of a source. Checks their first record."""
+def files_of(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
+    """The record files of a source: those of an index, or the cached one of a text."""
+    if not is_text(path):
+        return record_files(path)
     # one host warns
-    n_vocab = shape.n_vocab if shape.rows[0] == 0 else None
-    files = (cached_records(path, shape.seq, tokenizer, n_vocab),) if is_text(path) else record_files(path)
+    return (cached_records(path, shape.seq, tokenizer, shape.n_vocab if shape.rows[0] == 0 else None),)
+
+
+def _open(path: str, shape: Batching, tokenizer: str | None) -> tuple[tuple[str, ...], Batching]:
+    """The record files of a source, and the form of its batches. Checks the first record."""
+    files = files_of(path, shape, tokenizer)
     for file in files:
         with RecordReader(file) as reader:
             record = reader.read()
         if record is not None:
-            _example(record, shape)
-            return files
+            return files, shape.fitted([record])
     raise UserError(f"{path}: no record in {plural(len(files), 'record file')}: make the data again")
 
 
@@ -197,22 +184,21 @@ class _BatchIterator(grain.DatasetIterator):
 
     def __next__(self) -> Sequences:
         shape, rows = self._shape, frozenset(self._shape.rows)
-        examples: list[Example] = []
+        records: list[Record] = []
         filled = 0
         while filled < shape.records:
             mine = filled % shape.batch in rows
             record = self._stream.draw(mine)
             if record is None:
                 self._drop(filled)
-                examples, filled = [], 0
+                records, filled = [], 0
                 continue
             if mine:
-                examples.append(_example(record, shape))
+                records.append(record)
             filled += 1
         self._dropped.clear()
         self._yielded_a_batch = True
-        found = Sequences.of(examples, documents=False, learned=False)
-        return found.map(lambda array: array.reshape(shape.accumulation, len(rows), *array.shape[1:]))
+        return shape.sequences(records)
 
     def get_state(self) -> dict[str, Any]:
         return stored_position(self._stream)
@@ -264,22 +250,3 @@ class _Batches(grain.IterDataset):
 
     def __iter__(self) -> _BatchIterator:
         return self._make()
-
-
-def _example(record: Record, shape: Batching) -> Example:
-    example, seq = record.example(), shape.seq
-    tokens = example.tokens
-    if len(tokens) != seq + 1:
-        raise UserError(
-            f"{record.path}: record {record.number} at byte {record.offset} has {len(tokens)} tokens, "
-            f"sequences of {seq} need {seq + 1}: "
-            + (f"set data.seq to {len(tokens) - 1}, or " if len(tokens) > 1 else "")
-            + f"make the records again with create_finetune_tfrecords.py --seq {seq}"
-        )
-    if shape.n_vocab is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < shape.n_vocab:
-        raise UserError(
-            f"{record.path}: record {record.number} at byte {record.offset} has the token "
-            f"{tokens.max() if tokens.max() >= shape.n_vocab else tokens.min()}, and model.n_vocab is "
-            f"{shape.n_vocab}: raise model.n_vocab, or make the records with the model's tokenizer (data.tokenizer)"
-        )
-    return example

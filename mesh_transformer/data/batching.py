@@ -1,0 +1,102 @@
+"""The form of a step's batch, and the checks of the records that fill it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from mesh_transformer.data.records import Record
+from mesh_transformer.errors import UserError, plural
+from mesh_transformer.sequences import Example, Sequences
+
+Packing = Literal["auto", "concat", "documents"]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The form of a step's batch: (accumulation, rows of this host, seq + 1).
+
+    Args:
+        n_vocab: upper bound of tokens; None: not checked.
+        packing: see `data.packing`.
+        documents: whether the batches have the numbers of documents.
+        learned: whether they have the loss mask.
+    """
+
+    seq: int
+    accumulation: int
+    batch: int
+    rows: tuple[int, ...]
+    n_vocab: int | None = None
+    packing: Packing = "auto"
+    documents: bool = False
+    learned: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rows or list(self.rows) != sorted(set(self.rows).intersection(range(self.batch))):
+            raise ValueError(f"rows must be some of 0..{self.batch - 1}, ascending: {self.rows}")
+
+    @property
+    def records(self) -> int:
+        """Records of one step on all hosts."""
+        return self.accumulation * self.batch
+
+    def fitted(self, firsts: Sequence[Record]) -> Self:
+        """The same, with the arrays that the first records of the sources call for.
+
+        Raises:
+            UserError: one of them has another length, unknown tokens, or no lengths of its documents where
+                `packing` needs them.
+        """
+        examples = [self._example(record) for record in firsts]
+        some = any(example.documents is not None for example in examples)
+        documents = self.packing == "documents" or (self.packing == "auto" and some)
+        return replace(self, documents=documents, learned=any(example.loss is not None for example in examples))
+
+    def sequences(self, records: Sequence[Record]) -> Sequences:
+        """The batch of this host's records, in the order of microbatches and rows.
+
+        Raises:
+            UserError: a record does not fit the others; names it.
+        """
+        examples = [self._checked(record) for record in records]
+        flat = Sequences.of(examples, documents=self.documents, learned=self.learned)
+        return flat.map(lambda array: array.reshape(self.accumulation, len(self.rows), *array.shape[1:]))
+
+    def _checked(self, record: Record) -> Example:
+        """A record that has nothing that the batches leave out."""
+        example = self._example(record)
+        if example.documents is not None and not self.documents and self.packing == "auto":
+            raise UserError(
+                f"{record.place} has the lengths of its documents, and the first record of its set has none: set "
+                f"data.packing to documents or concat, or make the records again"
+            )
+        if example.loss is not None and not self.learned:
+            raise UserError(
+                f"{record.place} has a loss mask (the feature `loss`), and the first record of its set has none, so "
+                f"the batches have no mask: make the records of the set again, or make the two kinds two sources of a "
+                f"mixture"
+            )
+        return example
+
+    def _example(self, record: Record) -> Example:
+        example, seq = record.example(), self.seq
+        tokens = example.tokens
+        if len(tokens) != seq + 1:
+            raise UserError(
+                f"{record.place} has {plural(len(tokens), 'token')}, sequences of {seq} need {seq + 1}: "
+                + (f"set data.seq to {len(tokens) - 1}, or " if len(tokens) > 1 else "")
+                + f"make the records again with create_finetune_tfrecords.py --seq {seq}"
+            )
+        if self.n_vocab is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
+            raise UserError(
+                f"{record.place} has the token {tokens.max() if tokens.max() >= self.n_vocab else tokens.min()}, and "
+                f"model.n_vocab is {self.n_vocab}: raise model.n_vocab, or make the records with the model's tokenizer "
+                f"(data.tokenizer)"
+            )
+        if self.packing == "documents" and example.documents is None:
+            raise UserError(
+                f"{record.place} has no lengths of its documents (the feature `documents`), which data.packing "
+                f"documents needs: make the records with prepare_dataset.py --pack documents, or set data.packing to "
+                f"concat"
+            )
+        return example
