@@ -27,6 +27,10 @@ class Unit(SchemaText):
     """The unit of a number."""
 
 
+class Words(SchemaText):
+    """What a field accepts, where the types of its schema do not say it."""
+
+
 class Derived(SchemaText):
     """The rule for a default that depends on other fields."""
 

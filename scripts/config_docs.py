@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from mesh_transformer.config import classic, describe, parse_config
 from mesh_transformer.config.mesh import DIMENSIONS, SWITCHES, MeshConfig, training_rules
+from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
 from mesh_transformer.fields import SHARED, Group
 
@@ -66,7 +67,8 @@ def _table(name: str) -> str:
     """The section of a group. A group with variants has a table of the common fields, and one for each class."""
     variants, about = VARIANTS.get(name), Config.model_fields[name].annotation.__doc__
     if variants is None:
-        return f"\n### {name}\n\n{about}\n\n{_rows(name, GROUPS[name], GROUPS[name].model_fields)}"
+        text = f"\n### {name}\n\n{about}\n\n{_rows(name, GROUPS[name], GROUPS[name].model_fields)}"
+        return text + (_sources() if name == "data" else "")
     classes = variants.classes
     common = [
         field
@@ -88,6 +90,12 @@ def _table(name: str) -> str:
         if own:
             text += _rows(name, group, own)
     return text
+
+
+def _sources() -> str:
+    """The section of a source of a mixture."""
+    rows = _rows("data.train_set.NAME", TrainSource, TrainSource.model_fields)
+    return f"\n#### data.train_set as a mixture\n\n{_first_line(TrainSource)}\n\n{rows}"
 
 
 def _shared(chosen: str, rows: Mapping[str, Mapping[str, str]]) -> tuple[str, list[str]] | None:

@@ -18,7 +18,6 @@ TYPES = {
     "numbers": "a list of whole numbers, 0 or more, such as [0, 2]",
     "prompts": 'one text, or a list of texts and lists of messages, such as ["Hello"]',
     "range": "two whole numbers, the first 1 or more and the second not less than the first, such as [10, 13]",
-    "object": 'one file, or an object that maps names to files, such as {"pile": "pile.val.index"}',
 }
 LIMITS = {
     "minimum": "{} or more",
@@ -32,12 +31,19 @@ LIMITS = {
 def schemas(group: type[Group], name: str) -> list[dict[str, Any]]:
     """The JSON schemas of the types that a field accepts, without null."""
     field = group.model_json_schema()["properties"][name]
-    return [field | one for one in field.get("anyOf", [field]) if one["type"] != "null"]
+    return [field | one for one in _alternatives(field) if one["type"] != "null"]
+
+
+def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of which a value must fit one, without alternatives of their own."""
+    inner = schema.get("anyOf") or schema.get("oneOf")
+    return [one for some in inner for one in _alternatives(some)] if inner else [schema]
 
 
 def allowed(group: type[Group], name: str) -> str:
     """The values that a field accepts, such as `a whole number, 1 or more`."""
-    return " or ".join(map(_words, schemas(group, name)))
+    found = schemas(group, name)
+    return str(found[0]["words"]) if "words" in found[0] else " or ".join(map(_words, found))
 
 
 def allowed_item(group: type[Group], name: str) -> str:

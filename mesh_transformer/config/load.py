@@ -14,13 +14,18 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.config import classic, names, strict_json
 from mesh_transformer.config.describe import allowed, allowed_item, choices, did_you_mean, schemas, short
+from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, CheckpointConfig, Config, class_at
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Group
 
 MAX_FILE_BYTES = 1 << 20
 # Two fields for one size: an override of one removes the other from the file's values.
 ALTERNATIVES = {"batch_size": "per_replica_batch", "per_replica_batch": "batch_size"}
 USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
+
+# pydantic's place of the sources of a mixture
+_SOURCES = ("data", "train_set", "sources")
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +72,8 @@ def parse_config(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 def _apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
     """Write one `NAME=VALUE` into a config in the grouped spelling.
 
-    NAME is `group.field`, `data.val_set.ENTRY`, a classic key or a field name that only one group has.
+    NAME is `group.field`, `data.val_set.ENTRY`, `data.train_set.SOURCE.FIELD`, a classic key or a field name that only
+    one group has.
     VALUE is JSON, where null means absent, or else a string. A text field takes VALUE as it is written.
 
     Raises:
@@ -170,9 +176,8 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
     group, field, entry = names.resolve(name, grouped)
     values = grouped.setdefault(group, {})
     if entry:
-        given = values.get(field)
-        before = given if isinstance(given, dict) else {"val": given} if given else {}
-        values[field] = {**before, entry: _text(text)}
+        write = _write_source if field == "train_set" else _write_val_set
+        values[field] = write(values.get(field), entry, text)
         return
     types = {schema["type"] for schema in schemas(GROUPS[group], field)}
     if types == {"string"}:
@@ -183,6 +188,25 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
         values[field] = _value(text)
         if group == "data" and field in ALTERNATIVES and values[field] is not None:
             values.pop(ALTERNATIVES[field], None)
+
+
+def _write_val_set(given: Any, entry: str, text: str) -> dict[str, Any]:
+    """The validation sets with one more."""
+    before = given if isinstance(given, dict) else {"val": given} if given else {}
+    return {**before, entry: _text(text)}
+
+
+def _write_source(given: Any, entry: str, text: str) -> dict[str, Any]:
+    """The sources of a mixture with a field changed (`pile.weight`), or with a source added, replaced or removed."""
+    if given and not isinstance(given, dict):
+        raise UserError(f"data.train_set is one file, {short(given)}: give all sources as an object")
+    before = given or {}
+    name, _, field = entry.rpartition(".")
+    if not name or (field not in TrainSource.model_fields and name not in before):
+        return {**before, entry: _value(text)}
+    source = before.get(name)
+    fields = source if isinstance(source, dict) else {}
+    return {**before, name: {**fields, field: _text(text) if field == "set" else _value(text)}}
 
 
 def _value(text: str) -> Any:
@@ -228,25 +252,46 @@ def _explain_all(details: list[ErrorDetails]) -> str:
 
 
 def _missing(place: tuple[int | str, ...]) -> str:
+    if place[: len(_SOURCES)] == _SOURCES:
+        return ".".join(["data.train_set", *map(str, place[len(_SOURCES) :])])
     group, inside = class_at([str(part) for part in place])
     required = [name for name, field in group.model_fields.items() if field.is_required()]
     return ", ".join(names.spelled(str(place[0]), name) for name in inside or required)
 
 
 def _explain(detail: ErrorDetails) -> str:
-    cause = detail.get("ctx", {}).get("error")
     place = [str(part) for part in detail["loc"]]
+    if tuple(place[: len(_SOURCES)]) == _SOURCES and len(place) > len(_SOURCES):
+        return _explain_source(detail, *place[len(_SOURCES) :])
     group, inside = class_at(place) if place else (Config, [])
     if not inside:
-        return str(cause or detail["msg"])
+        return str(_cause(detail) or detail["msg"])
     field, *inner = inside
     if len(schemas(group, field)) > 1:
         # here pydantic names the type that did not fit
         inner = []
     where = ".".join([names.spelled(place[0], field), *(part for part in inner if part not in ("", "[key]"))])
-    if isinstance(cause, UserError):
+    return _fault(detail, where, group, field, allowed_item(group, field) if inner else allowed(group, field))
+
+
+def _explain_source(detail: ErrorDetails, name: str, *inside: str) -> str:
+    """The fault of a source of a mixture, or of one of its fields."""
+    where, fields = ".".join(["data.train_set", name, *inside[:1]]), TrainSource.model_fields
+    if not inside or inside == ("[key]",):
+        return f"data.train_set.{name} = {short(detail['input'])}: expected an object of {', '.join(fields)}"
+    if inside[0] not in fields:
+        return f"unknown key {where}: known are {', '.join(fields)}{did_you_mean(inside[0], fields)}"
+    return _fault(detail, where, TrainSource, inside[0], allowed(TrainSource, inside[0]))
+
+
+def _cause(detail: ErrorDetails) -> Any:
+    return detail.get("ctx", {}).get("error")
+
+
+def _fault(detail: ErrorDetails, where: str, group: type[Group], field: str, expected: str) -> str:
+    """The value that was given, and what is expected."""
+    if isinstance(cause := _cause(detail), UserError):
         return f"{where} = {short(detail['input'])}: {cause}"
-    expected = allowed_item(group, field) if inner else allowed(group, field)
     if detail["type"] == "less_than_equal":
         expected += f", and at most {detail['ctx']['le']}"
     if detail["type"] == "finite_number":

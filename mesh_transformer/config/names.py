@@ -29,6 +29,8 @@ MOVED = {
 OTHER_NAMES = {**classic.RENAMED, "compute_dtype": ("compute", "dtype")} | {
     ".".join(old): new for old, new in MOVED.items()
 }
+# the fields with named entries
+_ENTRIES = {"data.val_set": "data.val_set.NAME=FILE", "data.train_set": "data.train_set.NAME.FIELD=VALUE"}
 # What other programs call our fields. Messages suggest the field; the name itself is refused.
 _ALIASES_OF = {
     "model.layers": "n_layer n_layers num_layers num_hidden_layers transformer_layers depth",
@@ -161,10 +163,10 @@ def resolve(name: str, config: Mapping[str, Any] | None = None) -> tuple[str, st
             raise UserError(
                 f"unknown key {group}.{_cut(field)}: {_advice(field, fields, group) or _known(fields[group])}"
             )
-        if inner and (group, field) != ("data", "val_set"):
-            raise UserError(f"{group}.{field} has no entries: only data.val_set.NAME has")
+        if inner and f"{group}.{field}" not in _ENTRIES:
+            raise UserError(f"{group}.{field} has no entries: only {' and '.join(_ENTRIES.values())} have")
         if inner and not entry:
-            raise UserError("data.val_set. needs the name of an entry: write data.val_set.NAME=FILE")
+            raise UserError(f"{group}.{field}. needs the name of an entry: write {_ENTRIES[f'{group}.{field}']}")
         return group, field, entry
     if group in GROUPS:
         raise UserError(f"{group} is a group: name one of its fields, {', '.join(FIELDS[group])}")

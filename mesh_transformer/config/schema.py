@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from annotated_types import Le
+from pydantic import Field, model_validator
 
+from mesh_transformer.config.data import DataConfig
 from mesh_transformer.config.mesh import (
     MeshConfig,
     MeshShape,
@@ -34,7 +35,6 @@ from mesh_transformer.fields import (
     OptionalText,
     Positive,
     Prompts,
-    Sequences,
     Size,
     StepRange,
     Steps,
@@ -43,17 +43,12 @@ from mesh_transformer.fields import (
     Tokens,
     Unit,
     marks,
-    whole,
 )
 from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
 
 # the `bytes` tokenizer: 256 bytes, and the end of a text
 BYTES_VOCAB = 257
 Seconds = Annotated[Positive, Unit("seconds")]
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 class ComputeConfig(Group):
@@ -100,73 +95,6 @@ class ExpertsConfig(Group):
     bias_rate: NonNegative = 0.001
     """for routers with a bias (DeepSeek-V3, arXiv:2412.19437): after each step, the bias of an expert with fewer tokens
     than the mean rises by this number, and the bias of an expert with more tokens falls by it. 0: the biases stay"""
-
-
-class DataConfig(Group):
-    """Training data, validation data and batches."""
-
-    train_set: OptionalText = None
-    """index file (one record file per line), .tfrecords file or .txt file: a path, a gs:// URL or a name under data/"""
-    val_set: dict[Name, Name] = Field(default_factory=dict)
-    """validation sets: names mapped to files like train_set; a single file is named val"""
-    per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = None
-    """sequences of a microbatch on each data-parallel replica"""
-    batch_size: Sequences | None = None
-    """sequences of a microbatch on the whole mesh; an alternative to per_replica_batch"""
-    seq: Annotated[Tokens | None, Derived("model.seq")] = None
-    """length of a training sequence"""
-    tokenizer: OptionalText = None
-    """`bytes`, a folder with tokenizer files, or a name on the Hugging Face hub such as gpt2; for .txt files and
-    samples; absent: the tokenizer of the checkpoint, else gpt2"""
-    shuffle: Switch = False
-    """shuffle files and records; false: keep the order of the index and of its files"""
-    shuffle_window: Annotated[Count, Unit("records")] = 16384
-    """size of the shuffle buffer"""
-    packing: Literal["auto", "concat", "documents"] = "auto"
-    """documents: a token attends only to its own document of the record. concat: a record is one text, whatever
-    documents it has. auto: documents if the first record of a source has the lengths of its documents"""
-    batch_across_files: Switch = False
-    """batches may span record files; false: an incomplete batch at the end of a file is dropped, as in the original"""
-    restart: Switch = False
-    """a resumed run reads the training data from the beginning instead of from where it stopped"""
-    read_by: Literal["host", "driver"] = "host"
-    """what reads train_set under train.py: each host reads its own share, or the driver reads all and streams it to the
-    hosts"""
-    seed: CountOrZero = 0
-    """seed of the shuffling"""
-    val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = 100
-    """batches per validation of each set; 0: no validation"""
-    val_batch_multiplier: Annotated[Count, Unit("microbatches")] = 1
-    """microbatches per validation batch"""
-    val_every: Steps = 500
-    """steps between validations and between runs of eval_harness_tasks; a fine-tuning begins with one of each"""
-    eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_list_to_tuple)] = ()
-    """lm-evaluation-harness tasks to run every val_every steps; a task that cannot be loaded stops the run"""
-    eval_harness_include: OptionalText = None
-    """folder with additional task files for eval_harness_tasks"""
-    eval_harness_data: OptionalText = None
-    """folder with LAMBADA and PIQA for eval_harness_tasks; absent: download from the Hugging Face hub"""
-    eval_harness_limit: Annotated[Count | None, Unit("questions")] = None
-    """largest number of questions per task of eval_harness_tasks; absent: all"""
-
-    @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Name a single validation file `val`, and drop the entries that are null."""
-        val_set = values.get("val_set")
-        if isinstance(val_set, str):
-            values["val_set"] = {"val": val_set} if val_set else {}
-        if isinstance(val_set, dict):
-            values["val_set"] = {name: file for name, file in val_set.items() if file is not None}
-        return values
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.per_replica_batch is not None and self.batch_size is not None:
-            raise UserError(
-                f"data.per_replica_batch {self.per_replica_batch} and data.batch_size {self.batch_size} are both set: "
-                f"keep one (--set data.per_replica_batch=null or --set data.batch_size=null)"
-            )
-        return self
 
 
 class CheckpointConfig(Group):

@@ -146,7 +146,7 @@ def test_overrides_apply_in_order_on_top_of_the_file() -> None:
         ("=3", ["--set NAME=VALUE"]),
         ("model=3", ["model is a group", "layers"]),
         ("model.=3", ["model is a group"]),
-        ("data.train_set.x=1", ["data.train_set has no entries", "data.val_set.NAME"]),
+        ("data.seq.x=1", ["data.seq has no entries", "data.val_set.NAME", "data.train_set.NAME.FIELD"]),
         ("data.val_set.=x", ["data.val_set.NAME=FILE"]),
         ("seed=1", ["model.seed or data.seed"]),
         ("zzzqqq=1", ["unknown key zzzqqq", "known are model, mesh"]),

@@ -195,7 +195,7 @@ class ComputeTarget:
             )
         name = run_name(config)
         if self.processes is not None:
-            if any(map(files.is_remote, (config.checkpoint.root, config.data.train_set or ""))):
+            if any(map(files.is_remote, (config.checkpoint.root, *config.data.train_files))):
                 # the workers use the credentials of this machine
                 files.check_credentials()
             yield ProcessCluster(name, self.processes, self.variables, self.slices), Hosts()

@@ -12,7 +12,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any
+
+import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.sequences import Sequences
@@ -62,7 +65,10 @@ class StreamedFeed:
         with self._changed:
             while not self._may_take(number):
                 self._changed.wait(None if self._drain_began is None else 0.1)
-            batch, self._state = self._batches.pop(number)
+            batch, state = self._batches.pop(number)
+        if not len(batch.tokens):
+            raise StopIteration
+        self._state = state
         self._taken += 1
         self._send({"kind": "taken", "count": self._taken})
         return batch
@@ -147,10 +153,12 @@ class Streamer:
             self.error = error
 
     def _stream(self, loader: Any) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            batch, state = next(loader), loader.get_state()
-            while not self._feed(number, batch, self._rows, state, number - 1):
-                if self._stopped.wait(0.05):
-                    return
-            number += 1
+        # the end of the data: batches without a microbatch, so many that the workers may take all batches before them
+        empty = Sequences(np.zeros((0, self._microbatch, 0), np.int32))
+        for number, batch in enumerate(chain(loader, repeat(empty, RESERVED_BATCHES + 2))):
+            while not self._stopped.is_set() and not self._feed(
+                number, batch, self._rows, loader.get_state(), number - 1
+            ):
+                self._stopped.wait(0.05)
+            if self._stopped.is_set():
+                return

@@ -2,16 +2,18 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import Batches, Loader, make_train_loader, make_val_loader
+from mesh_transformer.data.mixture_loader import make_mixture_loader
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.session.session import Session
 
 
 def open_train_feed(session: Session) -> Loader:
-    """An infinite loader of training batches, (A, rows, T + 1) int32 each. Checkpoints store its position.
+    """A loader of training batches, `Sequences` (A, rows, T + 1), which may end. Checkpoints store its position.
 
     Raises:
         UserError: no training set is configured, or it cannot be read.
@@ -33,24 +35,41 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int], tokeniz
     data = config.data
     if data.train_set is None:
         raise UserError("data.train_set is not set: set it to an index file, a .tfrecords file or a .txt file")
-    log.info("reading %s", data.train_set)
+    log.info("reading %s", ", ".join(data.train_files))
+    common: dict[str, Any] = {
+        "seq": config.seq,
+        "batch": microbatch,
+        "rows": rows,
+        "accumulation": config.optimizer.gradient_accumulation_steps,
+        "seed": data.seed,
+        "n_vocab": config.model.n_vocab,
+        "packing": data.packing,
+        "tokenizer": tokenizer,
+    }
+    if data.shuffle == "whole" or not isinstance(data.train_set, str):
+        return make_mixture_loader(data.train_set, shuffle=data.shuffle == "whole", **common)
     return make_train_loader(
         data.train_set,
-        seq=config.seq,
-        batch=microbatch,
-        rows=rows,
-        accumulation=config.optimizer.gradient_accumulation_steps,
         shuffle=data.shuffle,
         shuffle_window=data.shuffle_window,
-        seed=data.seed,
         batch_across_files=data.batch_across_files,
-        n_vocab=config.model.n_vocab,
-        tokenizer=tokenizer,
+        **common,
     )
 
 
+def source_scalars(config: Config, feed: Loader) -> dict[str, float]:
+    """What the run has taken from each source of a mixture: {"data/tokens_<source>": tokens, "data/epochs_<source>":
+    passes}. Empty for a single set."""
+    scalars: dict[str, float] = {}
+    for name in config.data.sources:
+        source = feed.get_state()["sources"][name]
+        scalars[f"data/tokens_{name}"] = source["drawn"] * config.seq
+        scalars[f"data/epochs_{name}"] = source["drawn"] / source["records"]
+    return scalars
+
+
 def open_val_feed(session: Session, source: str) -> Batches:
-    """Batches of a validation set, (rows, T + 1) int32 each. Each iteration starts at its beginning.
+    """Batches of a validation set, `Sequences` (rows, T + 1). Each iteration starts at its beginning.
 
     Raises:
         UserError: the set cannot be read, or it is smaller than one batch.
@@ -64,6 +83,7 @@ def open_val_feed(session: Session, source: str) -> Batches:
         rows=session.rows(batch),
         repeat=False,
         n_vocab=session.config.model.n_vocab,
+        packing=session.config.data.packing,
         tokenizer=session.tokenizer,
     )
     with contextlib.closing(iter(feed)) as batches:

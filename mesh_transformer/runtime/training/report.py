@@ -78,11 +78,13 @@ class _Pending:
 
     Args:
         metrics: the metrics on the device.
+        data: what the run has taken from its sources.
         scalars: the metrics on the host. Empty until `MetricsReporter.settle`.
     """
 
     step: int
     metrics: Any
+    data: Scalars = dataclasses.field(default_factory=dict)
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -96,6 +98,7 @@ class MetricsReporter:
         goodput: gets the time of each step.
         steps_redone: the steps that all restarts together repeated. It is written with the metrics of each step.
         stop: whether a step with a value that is not finite ends the run.
+        sources: the names of the sources of a mixture.
     """
 
     def __init__(
@@ -106,23 +109,24 @@ class MetricsReporter:
         goodput: Goodput,
         steps_redone: int,
         stop: bool,
+        sources: Sequence[str] = (),
     ):
         self._sinks, self._progress, self._work, self._goodput = sinks, progress, work, goodput
-        self._steps_redone, self._stop = steps_redone, stop
+        self._steps_redone, self._stop, self._sources = steps_redone, stop, sources
         self._pending: _Pending | None = None
         self._ready = time.monotonic()
         # the newest loss on each validation set
         self.val_loss: dict[str, float] = {}
 
-    def push(self, step: int, metrics: Any) -> None:
-        """Add the metrics of `step`. Its computation may still run."""
+    def push(self, step: int, metrics: Any, data: Scalars) -> None:
+        """Add the metrics of `step`, whose computation may still run, and what the run has taken from its sources."""
         self._write()
-        self._pending = _Pending(step, metrics)
+        self._pending = _Pending(step, metrics, data)
 
     def reopen(self, step: int, scalars: Scalars) -> None:
         """Begin with a step that an earlier process has written with these scalars, so that `add` completes them. Step
         0 has none."""
-        self._pending = _Pending(step, None, {**scalars, "train/steps_redone": self._steps_redone})
+        self._pending = _Pending(step, None, scalars={**scalars, "train/steps_redone": self._steps_redone})
 
     def add(self, scalars: Scalars) -> None:
         """Add scalars, such as the losses of a validation, to the newest step after `settle`, or to the step of
@@ -146,7 +150,15 @@ class MetricsReporter:
         seconds = max(now - self._ready, 1e-9)
         self._ready = now
         finite, skipped = bool(values.pop("finite")), int(values.pop("skipped"))
+        sums = [values.pop(name, ()) for name in ("source_nll", "source_tokens")]
         scalars = {name: float(value) for name, value in sorted(values.items())}
+        scalars |= {
+            f"train/loss_{name}": float(nll / tokens)
+            for name, nll, tokens in zip(self._sources, *sums, strict=True)
+            # a step may have no token of a source
+            if tokens
+        }
+        scalars |= self._pending.data
         scalars |= self._work.rates(seconds)
         scalars["train/goodput"] = self._goodput.add(self._pending.step, seconds, now, updated=finite)
         scalars["train/steps_redone"] = self._steps_redone

@@ -35,7 +35,9 @@ class TrainingResult(NamedTuple):
                 f"the run is complete: step {self.step:,} of {self.total_steps:,}; to continue, increase the steps: "
                 f"--set optimizer.total_steps=N; {after}"
             )
-        return f"reached step {self.step:,} of {self.total_steps:,}{self._losses()}; {after}"
+        # a run that no signal has stopped
+        ends = ", where the training data ends" if self.step < self.total_steps else ""
+        return f"reached step {self.step:,} of {self.total_steps:,}{ends}{self._losses()}; {after}"
 
     def _losses(self) -> str:
         several = len(self.val_loss) > 1

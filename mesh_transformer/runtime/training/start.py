@@ -22,6 +22,8 @@ from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
+from mesh_transformer.data.mixture import position_at
+from mesh_transformer.data.stamps import RESTART
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
 from mesh_transformer.parallel.sharding import Params
@@ -117,11 +119,13 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     log.info("resuming after step %d; repeating %s", step, plural(redone, "step"))
     if jax.process_index() == 0 and (changes := _changes(extra, session)):
         log.info("resuming with changed options: %s", ", ".join(changes))
+    # the weights of a mixture follow the step of the run
+    beginning = position_at(step) if session.config.data.reads_any_record else None
     if session.config.data.restart:
         log.warning("data.restart: reading the training data from its beginning")
-        return StartPoint(checkpoint.state, step, counters, None)
+        return StartPoint(checkpoint.state, step, counters, beginning)
     loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
-    return StartPoint(checkpoint.state, step, counters, loader)
+    return StartPoint(checkpoint.state, step, counters, beginning if loader is None else loader)
 
 
 def _changes(extra: dict[str, Any], session: Session) -> list[str]:
@@ -208,4 +212,8 @@ def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
     if recorded is None:
         log.warning("the checkpoint has no position in the training data: reading the data from its beginning")
         return None
+    if not isinstance(data.train_set, str):
+        raise UserError(
+            f"the original program had read one set, and data.train_set is a mixture: restore the former set, {RESTART}"
+        )
     return classic_position(data.train_set, recorded, session.sequences_per_step)

@@ -24,7 +24,7 @@ from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
 from mesh_transformer.runtime.training import expert_load, run_folder, samples, start
 from mesh_transformer.runtime.training.config import training_config
-from mesh_transformer.runtime.training.feeds import open_train_feed
+from mesh_transformer.runtime.training.feeds import open_train_feed, source_scalars
 from mesh_transformer.runtime.training.memory import check_training
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses, remove_partial
@@ -83,7 +83,7 @@ def train(
         observer = observer or Observer()
         observer.phase("open", 0)
         config.check_devices(jax.device_count())
-        program = TrainProgram(session.placement, session.config)
+        program = TrainProgram(session.placement, session.config, sources=len(config.data.sources))
         check_training(session, program)
         with contextlib.closing(open_feed(session)) as feed:
             result = TrainingRun(session, program, source, interrupt, observer, feed, began).train()
@@ -251,14 +251,17 @@ class TrainingRun:
         for step in range(start_point.step + 1, total + 1):
             with profile.step(step):
                 self.observer.phase("data", step)
-                tokens = self.session.place_batch(next(self.feed))
+                batch = next(self.feed, None)
+                if batch is None:
+                    return self._end_with_the_data(step - 1, state, start_point, report)
+                batch = self.session.place_batch(batch)
                 if step == start_point.step + 1:
-                    note_missing_noise_scale(tokens)
+                    note_missing_noise_scale(batch)
                     log.info("compiling: training step")
                 # the metrics of the first step are read after the dispatch of the second one
                 self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
-                state, metrics = self.program.train_step(state, tokens)
-                report.push(step, metrics)
+                state, metrics = self.program.train_step(state, batch)
+                report.push(step, metrics, source_scalars(self.config, self.feed))
             validated = self._examine(step, state, report)
             code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
@@ -284,6 +287,19 @@ class TrainingRun:
         self.observer.phase("validate", step)
         with report.pause(compiles=not self.samples.compiled):
             return self.samples.run(state.params, step, self.folder, report)
+
+    def _end_with_the_data(
+        self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter
+    ) -> tuple[int, int]:
+        """Validate and save after `step`, the last one that the data fills. Returns the results of `_loop`."""
+        log.info("the training data ends after step %d of %d", step, self.config.optimizer.total_steps)
+        # otherwise an earlier process has done both
+        validated = step % self.config.data.val_every == 0 or step == start_point.step
+        validated = validated or self._validate(step, state, report)
+        if step % self.config.checkpoint.ckpt_every and step > start_point.step:
+            self._save(step, state, start_point, report, validated=validated)
+        self.observer.phase("finish", step)
+        return 0 if validated else self.interrupt.exit_code(step) or 0, step
 
     def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> bool:
         """Validate after `step`. Returns as `_examine`."""
@@ -345,7 +361,8 @@ class TrainingRun:
             sinks = [*logs.open_sinks(self.config.logging, whole, self.folder, self.run_id), self.observer]
         redone, stop = start_point.counters.steps_redone, optimizer.nonfinite == "stop"
         goodput = Goodput(self.began, start_point.step, logged.step)
-        return MetricsReporter(sinks, progress, StepWork.of(self.session), goodput, redone, stop)
+        sources = self.config.data.sources
+        return MetricsReporter(sinks, progress, StepWork.of(self.session), goodput, redone, stop, sources)
 
     def _logged(self) -> start.LoggedProgress:
         path = os.path.join(self.folder, run_folder.METRICS)

@@ -7,10 +7,11 @@ import pytest
 
 from mesh_transformer.cluster.host import stream
 from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, RESERVED_BATCHES, StreamedFeed, may_take
+from mesh_transformer.sequences import Sequences
 
 
 def batch(number):
-    return np.full((1, 2, 3), number, np.int32)
+    return Sequences(np.full((1, 2, 3), number, np.int32))
 
 
 def taking(feed):
@@ -36,9 +37,9 @@ def test_it_sends_a_request_and_then_an_event_for_each_batch(feed, events):
     for number in range(RESERVED_BATCHES + 2):
         feed.put(number, batch(number), {"at": number}, number - 1)
     feed.put(RESERVED_BATCHES + 2, batch(RESERVED_BATCHES + 2), {}, RESERVED_BATCHES + 1)
-    assert next(feed)[0, 0, 0] == 0
+    assert next(feed).tokens[0, 0, 0] == 0
     assert feed.get_state() == {"at": 0}
-    assert next(feed)[0, 0, 0] == 1
+    assert next(feed).tokens[0, 0, 0] == 1
     assert events == [
         {"kind": "feed", "rows": [1, 4], "microbatch": 8, "state": {"epoch": 3}},
         {"kind": "taken", "count": 1},
@@ -54,20 +55,20 @@ def test_a_batch_waits_until_all_workers_hold_the_later_ones(feed):
     assert not got
     feed.put(RESERVED_BATCHES + 1, batch(RESERVED_BATCHES + 1), {}, RESERVED_BATCHES)
     thread.join(5)
-    assert got[0][0, 0, 0] == 0
+    assert got[0].tokens[0, 0, 0] == 0
 
 
 def test_reserved_batches_are_released_slowly(feed, monkeypatch):
     monkeypatch.setattr(stream, "RELEASE_S", 0.5)
     for number in range(RESERVED_BATCHES + 1):
         feed.put(number, batch(number), {}, number)
-    assert next(feed)[0, 0, 0] == 0
+    assert next(feed).tokens[0, 0, 0] == 0
     thread, got = taking(feed)
     feed.drain()
     thread.join(0.2)
     assert not got
     thread.join(5)
-    assert got[0][0, 0, 0] == 1
+    assert got[0].tokens[0, 0, 0] == 1
 
 
 @pytest.mark.parametrize("sent", range(BUFFER_BATCHES + 1))

@@ -58,7 +58,7 @@ class Run:
             self.step += 1
             names = ("loss", "grad_norm", "param_norm")
             values = {f"train/{name}": np.float32(1) for name in names} | {"finite": np.bool_(finite), "skipped": 0}
-            self.reporter.push(self.step, values)
+            self.reporter.push(self.step, values, {})
             self.clock.now += 1.0
             # read the step when it ends; in a run, the next `push` waits for it
             self.reporter.settle()
