@@ -142,6 +142,7 @@ WRITTEN = {
         "data/mine/manifest.json",
         "data/mine/lengths.png",
         "data/own_tokens/train.index",
+        "data/chats/train.index",
         "runs/mine/step_20",
     ),
     "docs/finetune.md": ("data/docs_*.tfrecords", "runs/docs/step_100", "runs/docs/loss.png"),
