@@ -5,6 +5,7 @@ one, an instruction becomes the text of Stanford Alpaca (Taori et al. 2023, gith
 text of a prompt and a completion is both, one after the other.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -21,6 +22,8 @@ from mesh_transformer.errors import UserError, listed
 ANSWERER = "assistant"
 # of an example: the tools of a request have fewer than 20 levels
 MAX_DEPTH = 200
+# of a chat whose template does not mark them: the text of each beginning is made
+MAX_ANSWERS = 500
 _ALPACA = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:"
@@ -112,6 +115,12 @@ def _valid(value: Any, depth: int) -> Any:
 def canonical(example: Mapping[str, Any]) -> bytes:
     """Bytes that are the same for examples with the same fields."""
     return json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
+
+
+def template_fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of what makes the text of messages: the tokenizer's own fingerprint is of its tokens."""
+    parts = [tokenizer.chat_template, tokenizer.tool_template, dict(tokenizer.special_names), tokenizer.end_tokens]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class InstructionEncoder:
@@ -214,6 +223,12 @@ def _added(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, whole: str
 ) -> Iterator[tuple[int, int]]:
     """What each answer adds to the text."""
+    answers = sum(message["role"] == ANSWERER for message in messages)
+    if answers > MAX_ANSWERS:
+        raise UserError(
+            f"a chat has {answers} answers; at most {MAX_ANSWERS} are allowed where the chat template does not mark "
+            "them with {% generation %}"
+        )
     for number, message in enumerate(messages):
         if message["role"] != ANSWERER:
             continue

@@ -3,12 +3,20 @@
 import contextlib
 import hashlib
 import io
+import platform
 
 import numpy as np
 
-from mesh_transformer.data.instructions import InstructionEncoder, LearnedTokens, canonical, learns, shortened
+from mesh_transformer.data.instructions import (
+    InstructionEncoder,
+    LearnedTokens,
+    canonical,
+    learns,
+    shortened,
+    template_fingerprint,
+)
 from mesh_transformer.dataset.formats.base import Row
-from mesh_transformer.dataset.fragment import LEARNED, Examples, Fragment, Kept, Text, tokenizer_of
+from mesh_transformer.dataset.fragment import LEARNED, Collected, Examples, Fragment, Text, tokenizer_of
 from mesh_transformer.dataset.parts import Bad, Part, examples
 from mesh_transformer.errors import BadDataError, UserError
 
@@ -24,40 +32,47 @@ def write_example_fragment(
         share: of the examples of this input that are taken.
 
     Raises:
-        UserError: a place is not an example, and `text.on_error` is "stop"; or the input is missing or damaged.
+        UserError: a place is not an example, and `text.on_error` is "stop"; the input is missing or damaged; or the
+            chat template is not that of the driver's node.
     """
+    tokenizer = tokenizer_of(text)
+    if template_fingerprint(tokenizer) != chosen.template:
+        raise UserError(
+            f"the tokenizer {text.tokenizer} has another chat template here, on {platform.node()}, than where "
+            "prepare_dataset.py began: give a folder that all nodes share, and do not change it meanwhile"
+        )
     with contextlib.ExitStack() as stack:
-        kept = Kept(stack, scratch, share, text)
-        encoder = stack.enter_context(InstructionEncoder(tokenizer_of(text)))
+        collected = Collected(stack, scratch, share, text)
+        encoder = stack.enter_context(InstructionEncoder(tokenizer))
         for item in examples(part):
             if isinstance(item, Bad):
-                kept.refuse(item)
+                collected.refuse(item)
             else:
-                _add(item, encoder, kept, chosen)
-        return kept.write(target)
+                _add(item, encoder, collected, chosen)
+        return collected.write(target)
 
 
-def _add(row: Row, encoder: InstructionEncoder, kept: Kept, chosen: Examples) -> None:
+def _add(row: Row, encoder: InstructionEncoder, collected: Collected, chosen: Examples) -> None:
     """Add an example, or count why it is left out."""
     digest = hashlib.blake2b(canonical(row.example), digest_size=16).digest()
-    if not kept.takes(digest):
+    if not collected.takes(digest):
         return
     try:
         found = encoder.encode(row.example)
     except UserError as error:
-        kept.refuse(Bad.of(BadDataError(row.place, "bad example", str(error))))
+        collected.refuse(Bad.of(BadDataError(row.place, "bad example", str(error))))
         return
     too_long = len(found.ids) > chosen.most
     if too_long and chosen.long == "drop":
-        kept.drop(TOO_LONG)
+        collected.drop(TOO_LONG)
         return
     found = shortened(found, chosen.most)
     if not learns(found):
-        kept.drop(NO_ANSWER)
+        collected.drop(NO_ANSWER)
         return
-    kept.cut += too_long
+    collected.cut += too_long
     # without the size of the text, which is for bits per byte of whole documents
-    kept.add(digest, io.BytesIO(_stored(found)), len(found.ids), 0)
+    collected.add(digest, io.BytesIO(_stored(found)), len(found.ids), 0)
 
 
 def _stored(tokens: LearnedTokens) -> bytes:

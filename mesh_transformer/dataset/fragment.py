@@ -47,10 +47,12 @@ class Examples:
     Args:
         most: tokens of a document.
         long: whether an example with more tokens is cut at the end, or dropped.
+        template: the fingerprint of the tokenizer's chat templates.
     """
 
     most: int
     long: Literal["cut", "drop"]
+    template: str
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,15 @@ def write_fragment(target: str, scratch: str, part: Part, share: float, text: Te
         UserError: a place is not a document, and `text.on_error` is "stop"; or the input is missing or damaged.
     """
     with contextlib.ExitStack() as stack:
-        kept = Kept(stack, scratch, share, text)
-        writer = _Writer(stack, scratch, kept, text)
+        collected = Collected(stack, scratch, share, text)
+        writer = _Writer(stack, scratch, collected, text)
         for item in pieces(part, text.column):
             if isinstance(item, Bad):
                 writer.drop_open(item)
             else:
                 writer.add(item.text, item.ends, item.null)
         writer.flush()
-        return kept.write(target)
+        return collected.write(target)
 
 
 @dataclass
@@ -185,7 +187,7 @@ class _Side:
         return sum((Counts.of(np.frombuffer(rows, ROW)) for rows in _blocks(self.table)), Counts())
 
 
-class Kept:
+class Collected:
     """The documents of a part that are kept, in files, and the counts of the others.
 
     Args:
@@ -248,8 +250,8 @@ class Kept:
 class _Writer:
     """Tokenizes the documents of a part. Memory holds one batch of text, whatever the length of the documents."""
 
-    def __init__(self, stack: contextlib.ExitStack, scratch: str, kept: Kept, text: Text):
-        self._kept, self._tokenizer = kept, tokenizer_of(text)
+    def __init__(self, stack: contextlib.ExitStack, scratch: str, collected: Collected, text: Text):
+        self._collected, self._tokenizer = collected, tokenizer_of(text)
         self._encode = _encoder_of(text).encode
         self._dtype = np.dtype(f"<u{text.width}")
         # tokens of the open document
@@ -270,9 +272,9 @@ class _Writer:
         if ends:
             self._document = _Document()
             if null or not document.bytes:
-                self._kept.drop(NULL if null else EMPTY)
+                self._collected.drop(NULL if null else EMPTY)
                 document.dropped = True
-            elif not self._kept.takes(document.hash.digest()):
+            elif not self._collected.takes(document.hash.digest()):
                 document.dropped = True
             if document.dropped:
                 return
@@ -283,7 +285,7 @@ class _Writer:
 
     def drop_open(self, bad: Bad) -> None:
         """Count a place that is not a document, and drop the document that is open there."""
-        self._kept.refuse(bad)
+        self._collected.refuse(bad)
         self._document.dropped = True
         self._document = _Document()
 
@@ -306,11 +308,11 @@ class _Writer:
     def _close(self, document: _Document) -> None:
         count = self._open.tell() // self._dtype.itemsize
         if not count:
-            self._kept.drop(EMPTY)
+            self._collected.drop(EMPTY)
             return
         self._open.write(np.array(self._tokenizer.eot, self._dtype).tobytes())
         self._open.seek(0)
-        self._kept.add(document.hash.digest(), self._open, count + 1, document.bytes)
+        self._collected.add(document.hash.digest(), self._open, count + 1, document.bytes)
         self._restart(None)
 
 

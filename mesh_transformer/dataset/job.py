@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesh_transformer import files
+from mesh_transformer.data.instructions import template_fingerprint
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.dataset.counts import Counts, total
 from mesh_transformer.dataset.dropping import Duplicates
@@ -48,8 +49,9 @@ def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options,
     """
     inputs = read_inputs(specs)
     loaded = load_tokenizer(tokenizer)
-    job = _Job(output, Work.of(inputs, tokenizer, loaded.fingerprint, options), inputs, options)
-    examples = Examples(options.seq + 1, options.long) if options.instructions else None
+    template = template_fingerprint(loaded) if options.instructions else None
+    job = _Job(output, Work.of(inputs, tokenizer, loaded.fingerprint, options, template), inputs, options)
+    examples = None if template is None else Examples(options.seq + 1, options.long, template)
     text = Text(tokenizer, loaded.fingerprint, options.column, options.val, options.on_error, examples)
     with failures_explained():
         # before the folder has the options, because they may be wrong

@@ -81,8 +81,15 @@ class Work:
     content: dict[str, Any]
 
     @classmethod
-    def of(cls, inputs: Sequence[Input], tokenizer: str, fingerprint: str, options: Options) -> Work:
-        """The work of a command. `fingerprint`: of the tokenizer."""
+    def of(
+        cls, inputs: Sequence[Input], tokenizer: str, fingerprint: str, options: Options, template: str | None = None
+    ) -> Work:
+        """The work of a command.
+
+        Args:
+            fingerprint: of the tokenizer.
+            template: the fingerprint of its chat templates. None: they are not used.
+        """
         chosen = asdict(options)
         # the result of a job that has ended does not depend on it
         del chosen["on_error"]
@@ -100,6 +107,8 @@ class Work:
             "tokenizer_sha256": fingerprint,
             "files_sha256": _sha256(files),
         }
+        if template is not None:
+            content["template_sha256"] = template
         return cls({"key": _sha256([content, [one.share for one in inputs]]), **content})
 
     def check(self, other: dict[str, Any], folder: str) -> None:
@@ -121,6 +130,8 @@ class Work:
         ]
         if other.get("tokenizer_sha256") != self.content["tokenizer_sha256"]:
             differ.append("the files of the tokenizer differ")
+        if other.get("template_sha256") != self.content.get("template_sha256"):
+            differ.append("the chat templates of the tokenizer differ")
         if other.get("files_sha256") != self.content["files_sha256"]:
             differ.append("the names or sizes of the input files differ")
         raise UserError(

@@ -271,6 +271,15 @@ def test_what_is_refused(encoder: Any, example: Any, words: str) -> None:
         encoder(MARKED["chatml"]).encode(example_of(example))
 
 
+def test_more_answers_than_are_found_one_by_one(encoder: Any) -> None:
+    """A template that marks them has no such limit: it makes one text."""
+    chat = TURNS[:2] * 501
+    with pytest.raises(UserError, match="a chat has 501 answers; at most 500"):
+        encoder(unmarked(MARKED["chatml"])).encode({"messages": chat})
+    made = encoder(MARKED["chatml"])
+    assert len(answers_of(made, made.encode({"messages": chat}))) == 501
+
+
 def test_messages_without_a_template() -> None:
     with InstructionEncoder(ByteTokenizer()) as made, pytest.raises(UserError, match="no chat"):
         made.encode({"messages": TURNS})

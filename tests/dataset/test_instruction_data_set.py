@@ -163,6 +163,15 @@ def test_refused_before_any_work(tmp_path: Path, name: str, content: bytes, word
     assert not (tmp_path / "set").exists()
 
 
+def test_another_template_into_the_same_folder_is_refused(corpus: Any, tmp_path: Path) -> None:
+    """The template is no part of the tokenizer's fingerprint."""
+    folder = chat_folder(tmp_path / "chat")
+    made(corpus[0] / "d.jsonl.zst", tmp_path / "set", str(folder), val=0)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UserError, match="the chat templates of the tokenizer differ"):
+        made(corpus[0] / "d.jsonl.zst", tmp_path / "set", str(folder), val=0)
+
+
 def test_options_without_a_meaning() -> None:
     with pytest.raises(UserError, match="--column body: the fields of --instructions have fixed names"):
         Options(instructions=True, column="body")
