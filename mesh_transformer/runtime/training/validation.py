@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mesh_transformer.data.loader import Batches
-from mesh_transformer.logs import Progress
+from mesh_transformer.logs import Progress, log
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.training.expert_load import Load
@@ -65,6 +65,9 @@ class Validation:
             if not results:
                 return Validated(scalars, load, finished=False)
             tokens = np.array([result["tokens"] for result in results])
+            if not tokens.any():
+                log.warning("validation set %s: no token of its first batches is learned, so it has no loss", name)
+                continue
             # of equal numbers of tokens, 1 each
             shares = tokens / max(tokens.mean(), 1)
             loss, accuracy = (float(np.mean(shares * [r[metric] for r in results])) for metric in ("loss", "accuracy"))
