@@ -81,6 +81,6 @@ def _assert_same(records, expected):
     """Equal up to the order of float32 sums in a collective."""
     assert [record["step"] for record in records] == [record["step"] for record in expected]
     for record, other in zip(records, expected, strict=True):
-        names = [name for name in other if name in ("train/loss", "train/grad_norm") or name.startswith("val/")]
+        names = [name for name in other if name.startswith(("train/loss", "train/grad_norm", "data/", "val/"))]
         assert {name: record[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5)
     assert "val/loss_held" in records[-1]

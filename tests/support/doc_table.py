@@ -144,6 +144,7 @@ WRITTEN = {
         "data/own_tokens/train.index",
         "data/chats/train.index",
         "runs/mine/step_20",
+        "runs/mixture/step_20",
     ),
     "docs/finetune.md": ("data/docs_*.tfrecords", "runs/docs/step_100", "runs/docs/loss.png"),
     "docs/parallelism.md": ("runs/tiny_shakespeare/mesh.png",),

@@ -42,7 +42,12 @@ GROUPS = {
     "model": {"layers": 1, "d_model": 16, "n_heads": 2, "seq": 16, "pe_rotary_dims": 4},
     "mesh": {"dp": 2, "fsdp": 2, "tp": 2},
     "optimizer": {"total_steps": STEPS},
-    "data": {"val_every": 2, "val_batch_multiplier": 2},
+    "data": {
+        "train_set": {"beer": {"set": "text.txt", "weight": 0.7}, "wall": {"set": "text.txt", "weight": 0.3}},
+        "shuffle": "whole",
+        "val_every": 2,
+        "val_batch_multiplier": 2,
+    },
     "logging": {"tensorboard": False, "plot": False},
 }
 TEXTS = [(f"{i} bottles of beer", f" on the wall, {i * i}.") for i in range(12)]
@@ -127,7 +132,7 @@ def found(folder: Path) -> dict:
 def _train(session: Session, open_feed) -> None:
     with Interrupt() as interrupt:
         source, feed = TuningSource(None, False), open_feed(session)
-        program = TrainProgram(session.placement, session.config)
+        program = TrainProgram(session.placement, session.config, sources=len(session.config.data.sources))
         run = TrainingRun(session, program, source, interrupt, Observer(), feed, time.monotonic())
         assert run.train().code == 0
 
