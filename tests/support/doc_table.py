@@ -141,6 +141,7 @@ WRITTEN = {
     "docs/data.md": (
         "data/mine/manifest.json",
         "data/mine/lengths.png",
+        "data/packed/manifest.json",
         "data/own_tokens/train.index",
         "data/chats/train.index",
         "runs/mine/step_20",
