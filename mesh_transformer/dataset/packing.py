@@ -16,8 +16,8 @@ from mesh_transformer.sequences import Example, runs
 
 # pieces among which the longest that fits is chosen
 _BUFFER = 1024
-# a row with more room than this share of its tokens gets the first part of a document that does not fit
-_MOST_ROOM = 0.05
+# the share of all tokens of rows that is left empty before a document is cut
+_MOST_WASTE = 0.005
 
 
 class Piece(NamedTuple):
@@ -47,8 +47,8 @@ def pieces_of(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]
 def best_fit(pieces: Iterable[Piece], length: int, cut: bool = True) -> Iterator[list[Piece]]:
     """Rows of pieces. A row takes the longest piece that fits, again and again, from the next pieces of the input.
 
-    Where lengths vary little, no rest of a row may have a piece that fits. A row with much room then gets the first
-    part of the longest piece. The remaining part is a piece of its own.
+    Where lengths vary little, no piece may fit the rest of a row. Before all rows together have more than 0.5% of
+    padding, a row gets the first part of the longest piece. The remaining part is a piece of its own.
 
     Args:
         pieces: none is longer than a row. Of equally long ones the first comes first.
@@ -58,18 +58,24 @@ def best_fit(pieces: Iterable[Piece], length: int, cut: bool = True) -> Iterator
     source = iter(pieces)
     # sorted: tokens, and the negative of the first token
     held = sorted((piece.tokens, -piece.first) for piece in itertools.islice(source, _BUFFER))
-    while held:
+    padding = 0
+    for number in itertools.count(1):
+        if not held:
+            return
         row, room = [], length
         while at := bisect.bisect_right(held, (room, 1)):
             tokens, first = held.pop(at - 1)
             row.append(Piece(-first, tokens))
             room -= tokens
-        # to cut the last piece saves no row
-        if cut and room > max(_MOST_ROOM * length, 1) and len(held) > 1:
+        # a part of one token has no target; to cut the last piece saves no row
+        fills = cut and room > 1 and len(held) > 1
+        if fills and padding + room > _MOST_WASTE * number * length:
             tokens, first = held.pop()
             row.append(Piece(-first, room))
             bisect.insort(held, (tokens - room + 1, first - room + 1))
+            room = 0
         yield row
+        padding += room
         for piece in itertools.islice(source, max(_BUFFER - len(held), 0)):
             bisect.insort(held, (piece.tokens, -piece.first))
 
