@@ -114,16 +114,19 @@ def test_records_have_each_example_with_its_mask(corpus: Any, tokenizer: str, tm
     assert len(content["shards"]) > 3
 
 
-def test_duplicates_and_shares(tmp_path: Path) -> None:
+def test_duplicates_and_shares(tmp_path: Path, tokenizer: str) -> None:
     """The fields of an example decide, in any order and beside any other field."""
     lines = [{"prompt": "a", "completion": str(n % 10), "n": n} for n in range(20)]
     lines += [{"completion": "0", "prompt": "a"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    swapped = [dict(reversed(message.items())) for message in messages]
+    lines += [{"messages": messages}, {"messages": swapped}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    content = made(tmp_path / "a.jsonl", tmp_path / "set", val=0, dedup=True)
-    assert content["dropped"] == {"duplicate": 11}
-    assert len(documents_of(tmp_path / "set", "train")) == 10
-    content = made(f"{tmp_path / 'a.jsonl'}=0.5", tmp_path / "half", val=0)
-    assert 0 < content["dropped"]["not in the share"] < 21
+    content = made(tmp_path / "a.jsonl", tmp_path / "set", tokenizer, val=0, dedup=True)
+    assert content["dropped"] == {"duplicate": 12}
+    assert len(documents_of(tmp_path / "set", "train")) == 11
+    content = made(f"{tmp_path / 'a.jsonl'}=0.5", tmp_path / "half", tokenizer, val=0)
+    assert 0 < content["dropped"]["not in the share"] < 23
 
 
 BAD = [
