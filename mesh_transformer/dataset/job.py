@@ -15,7 +15,7 @@ from typing import Any
 from mesh_transformer import files
 from mesh_transformer.data.instructions import template_fingerprint
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_transformer.dataset.counts import Counts, total
+from mesh_transformer.dataset.counts import Counts, add_reasons, total
 from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.example_fragment import write_example_fragment
 from mesh_transformer.dataset.fragment import SIDES, Examples, Fragment, Text, write_fragment
@@ -106,6 +106,7 @@ class _Job:
         log.info("%s of %s (%s)", plural(len(parts), "part"), plural(len(found), "file"), size)
         paths = [join(self._work, f"fragment-{number:06d}") for number in range(len(parts))]
         fragments = self._fragments(stages, parts, paths, text)
+        self._check_any(fragments)
         kept = [fragment.sides for fragment in fragments]
         sources = [
             [source_of(path, one, side) for path, one in zip(paths, fragments, strict=True)]
@@ -136,6 +137,16 @@ class _Job:
         """An earlier command with --on-error skip may have left a fragment with bad places."""
         if self._options.on_error == "stop" and fragment.bad:
             raise UserError(f"{fragment.bad[0]} (--on-error skip counts such places and goes on)")
+
+    def _check_any(self, fragments: Sequence[Fragment]) -> None:
+        """Raise UserError if documents were dropped, and none is left."""
+        dropped = add_reasons(fragment.dropped for fragment in fragments)
+        if dropped and not any(fragment.documents for fragment in fragments):
+            # so that other options are not refused
+            self._clean()
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+            first = next((f" ({message})" for fragment in fragments for message in fragment.bad), "")
+            raise UserError(f"no document is left; dropped: {reasons}{first}: correct the input, or add documents")
 
     def _shards(self, stages: Stages, sources: Sequence[Sequence[Source]], width: int, eot: int) -> dict[str, Shard]:
         """Write the shards of both sides. Returns them by name.

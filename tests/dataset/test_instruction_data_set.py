@@ -151,6 +151,15 @@ def test_a_bad_example_is_told_with_its_place(tmp_path: Path, line: bytes, kind:
     assert content["train"]["documents"] == 2
 
 
+def test_no_example_is_left(tmp_path: Path) -> None:
+    """The reasons are told, and other options into the folder are accepted."""
+    lines = [{"prompt": "a", "completion": "b" * SEQ}] * 2 + [{"messages": []}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"no document is left; dropped: 1 bad example, 2 too long \(.*must be a list"):
+        made(tmp_path / "a.jsonl", tmp_path / "set", val=0, long="drop", on_error="skip")
+    assert made(tmp_path / "a.jsonl", tmp_path / "set", val=0, on_error="skip")["cut"] == 2
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
