@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from mesh_transformer.cluster.host import stream
-from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, RESERVED_BATCHES, StreamedFeed, may_take
+from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, RESERVED_BATCHES, StreamedFeed, Streamer, may_take
+from mesh_transformer.config import parse_config
+from mesh_transformer.runtime.session import tokenizer
+from mesh_transformer.runtime.training import feeds
 from mesh_transformer.sequences import Sequences
 
 
@@ -79,3 +82,46 @@ def test_the_agent_knows_whether_a_worker_waits_for_the_driver(feed, sent):
     thread, got = taking(feed)
     thread.join(0.2)
     assert bool(got) is may_take(sent, 0)
+
+
+class Finite:
+    """A loader of three batches."""
+
+    def __init__(self, *_):
+        self.count = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.count == 3:
+            raise StopIteration
+        self.count += 1
+        return batch(self.count)
+
+    def get_state(self):
+        return {"count": self.count}
+
+    def close(self): ...
+
+
+def test_a_worker_takes_all_batches_of_data_that_ends(feed, monkeypatch):
+    monkeypatch.setattr(feeds, "read_train_set", Finite)
+    monkeypatch.setattr(tokenizer, "with_run_tokenizer", lambda config, _: (config, None))
+    config = parse_config({"model": {"layers": 1, "d_model": 8, "n_heads": 1, "n_vocab": 257, "pe_rotary_dims": 8}})
+
+    def send(number, sequences, rows, state, held_by_all):
+        feed.put(number, sequences, state, held_by_all)
+        return True
+
+    streamer = Streamer(send, config, [{"microbatch": 2, "state": None, "rows": [0, 1]}])
+    taken = []
+    thread = threading.Thread(target=lambda: taken.extend(feed), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [one.tokens[0, 0, 0] for one in taken] == [1, 2, 3]
+    # the position of a resumed run
+    assert feed.get_state() == {"count": 3}
+    streamer.stop()
+    assert streamer.error is None
