@@ -16,6 +16,7 @@ TIMEOUT_S = 900
 SECONDS = {
     "README.md": 160,
     "CONTRIBUTING.md": 2,
+    "docs/chat.md": 150,
     "docs/checkpoints.md": 30,
     "docs/data.md": 40,
     "docs/evaluate.md": 35,

@@ -138,6 +138,7 @@ MINE = (
     "--set checkpoint.ckpt_every=1000",
 )
 WRITTEN = {
+    "docs/chat.md": ("data/sums/train.index", "runs/chat/step_100", "runs/chat/loss.png", "runs/chat/samples.jsonl"),
     "docs/data.md": (
         "data/mine/manifest.json",
         "data/mine/lengths.png",
@@ -158,6 +159,7 @@ WRITTEN = {
 """Files that a page says its commands write."""
 
 BEFORE: dict[str, tuple[str, ...]] = {
+    "docs/chat.md": QUICKSTART,
     "docs/checkpoints.md": MINE,
     "docs/evaluate.md": QUICKSTART,
     "docs/parallelism.md": QUICKSTART,
