@@ -138,7 +138,7 @@ MINE = (
     "--set checkpoint.ckpt_every=1000",
 )
 WRITTEN = {
-    "docs/chat.md": ("data/sums/train.index", "runs/chat/step_100", "runs/chat/loss.png", "runs/chat/samples.jsonl"),
+    "docs/chat.md": ("data/sums/train.index", "runs/chat/step_200", "runs/chat/loss.png", "runs/chat/samples.jsonl"),
     "docs/data.md": (
         "data/mine/manifest.json",
         "data/mine/lengths.png",
