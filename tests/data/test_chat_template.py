@@ -326,9 +326,10 @@ def test_the_next_text_follows_one_that_exceeded_its_limits() -> None:
 @pytest.mark.parametrize("text", ["short", "longer than a pipe " * 20_000])
 def test_a_process_that_is_stopped_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """It reads nothing and answers nothing. The next text has a new process."""
-    monkeypatch.setattr(chat_template, "WALL_S", 0.5)
     with contextlib.closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
         assert template.render([{"content": "a"}]) == "a"
+        # not before: on a busy machine a process takes longer to start
+        monkeypatch.setattr(chat_template, "WALL_S", 0.5)
         stopped = template._process
         os.kill(stopped.pid, signal.SIGSTOP)
         start = time.monotonic()
