@@ -171,12 +171,11 @@ def test_several_gpus_are_refused(repo):
         search(_load(repo), 8, ACCELERATORS["h100"])
 
 
-def test_a_search_takes_seconds_at_most(repo):
+def test_a_search_takes_less_than_a_second(repo):
     config = _load(repo)
     before = time.process_time()
     search(config, 8, ACCELERATORS["v3"])
-    # of the processor: 0.8 s on most machines, 2 s on the slowest seen
-    assert time.process_time() - before < 5
+    assert time.process_time() - before < 1
 
 
 def test_axes_that_the_search_does_not_model_are_refused(repo):
