@@ -1,5 +1,6 @@
 """The whole config: its groups and the checks across them. The group `mesh` is in mesh.py."""
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -45,6 +46,7 @@ from mesh_transformer.fields import (
     marks,
 )
 from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
+from mesh_transformer.spec import Decoder
 
 # the `bytes` tokenizer: 256 bytes, and the end of a text
 BYTES_VOCAB = 257
@@ -213,11 +215,16 @@ class Config(Group):
         return self.data.seq or self.model.seq
 
     @property
+    def decoder(self) -> Decoder:
+        """The decoder that the config describes."""
+        return _decoder(self.model)
+
+    @property
     def sizes(self) -> dict[str, list[Size]]:
         """The sizes of the named dimensions, with the fields that set them."""
         batch, seq = self.data.batch_size, [Size("data.seq", self.seq)]
         batches = [Size("data.batch_size", batch)] if batch else []
-        return {"batch": batches, "seq": seq, "block_seq": seq, **self.model.decoder().sizes}
+        return {"batch": batches, "seq": seq, "block_seq": seq, **self.decoder.sizes}
 
     def microbatch(self, shape: MeshShape) -> int:
         """Sequences of a microbatch on the whole mesh.
@@ -244,7 +251,7 @@ class Config(Group):
         # most configs: a decoder need not be made
         if self.experts == defaults and self.mesh.ep == 1:
             return
-        experts = self.model.decoder().experts
+        experts = self.decoder.experts
         if experts is not None:
             rate = self.experts.bias_rate
             # 0 is what a router without biases does
@@ -266,7 +273,7 @@ class Config(Group):
             )
 
     def _check_mesh(self, shape: MeshShape) -> None:
-        decoder = self.model.decoder()
+        decoder = self.decoder
         check_stages(decoder, self.mesh, shape)
         check_sizes(self.sizes, self.mesh, shape)
         check_context(self.sizes, self.mesh, shape)
@@ -277,6 +284,12 @@ class Config(Group):
                 f"compute.remat {self.compute.remat} does not work with mesh.pp {shape['pp']}, which keeps the input "
                 "of each block and recomputes the rest: set compute.remat=full, or mesh.pp=1"
             )
+
+
+# a search makes hundreds of configs of one model
+@functools.lru_cache(maxsize=8)
+def _decoder(model: ModelConfig) -> Decoder:
+    return model.decoder()
 
 
 VARIANTS = marks(Config, Variants)

@@ -58,6 +58,13 @@ LIVE_VOCAB_LOGITS = 2.0
 # of the hidden values, where fsdp splits the weights, which recomputes nothing but gathers, and elsewhere.
 KEPT_OF_NORM = 7.0
 KEPT_OF_HIDDEN_FSDP, KEPT_OF_HIDDEN = 6.0, 2.0
+# the axes of the mesh that the closed form has; a search changes them, and keeps the others
+MODELLED = ("dp", "fsdp", "tp")
+
+
+def unmodelled(config: Config) -> list[str]:
+    """The axes of the config, such as mesh.pp, whose memory and time the closed form does not give."""
+    return [f"mesh.{axis}" for axis, size in config.mesh.given.items() if axis not in MODELLED and size > 1]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form, overlap, serving
 from mesh_transformer.estimate.op_table import write_op_table
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
-from mesh_transformer.estimate.sizes import unmodelled
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Part, Timeline
 from mesh_transformer.estimate.tpus import INSTALL_LIBTPU
@@ -157,7 +156,7 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     Raises:
         UserError: the closed form does not model the mesh or the target.
     """
-    if others := [*unmodelled(config), *["several slices"] * (target.slices > 1)]:
+    if others := [*closed_form.unmodelled(config), *["several slices"] * (target.slices > 1)]:
         raise UserError(
             f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: "
             f"{INSTALL_LIBTPU}"
@@ -175,7 +174,7 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     close = abs(needs.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
     case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
     tokens = accumulation * batch * config.seq
-    flops = tokens * flops_per_token(config.model.decoder(), config.seq)
+    flops = tokens * flops_per_token(config.decoder, config.seq)
     found = Prediction(
         **case.fields | {"estimate": FORMULA},
         fits=fits,
@@ -297,7 +296,7 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     if compiled.refused is not None:
         return Prediction(**case.fields, fits=False, peak_gib=peak_gib, reason=compiled.refused)
     groups = case.config.mesh.stages(case.shape) if case.program == "train" else 1
-    loops = {LAYER_LOOP: case.config.model.decoder().loop_trips(groups), **serving.LOOPS}
+    loops = {LAYER_LOOP: case.config.decoder.loop_trips(groups), **serving.LOOPS}
     estimate = Timeline(compiled.hlo, accelerator, loops, case.target.slices).estimate()
     table = None if case.op_table is None else case.op_table(case.program)
     if table is not None:

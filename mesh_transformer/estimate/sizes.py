@@ -26,13 +26,6 @@ from mesh_transformer.spec.arrays import Role
 FLOAT32_BYTES = 4
 # positions of a block of queries or keys of a kernel of attention
 KERNEL_BLOCK = 512
-# the axes of the mesh that the closed form has; a search changes them, and keeps the others
-MODELLED = ("dp", "fsdp", "tp")
-
-
-def unmodelled(config: Config) -> list[str]:
-    """The axes of the config, such as mesh.pp, whose memory and time the closed form does not give."""
-    return [f"mesh.{axis}" for axis, size in config.mesh.given.items() if axis not in MODELLED and size > 1]
 
 
 @dataclass(frozen=True)
@@ -54,20 +47,31 @@ class Split:
     @classmethod
     def of(cls, config: Config, shape: MeshShape) -> "Split":
         """The split that `models.placement.Placement` makes of a config on a mesh."""
-        decoder, rules = config.model.decoder(), training_rules(config.mesh)
+        decoder, rules = config.decoder, training_rules(config.mesh)
         divided = decoder.kv_heads % parts(shape, rules, "kv_heads") == 0
         whole = frozenset() if divided else frozenset({"kv_heads"})
         return cls(decoder, shape, rules, moment_rules(config.mesh), whole, config.mesh.stages(shape))
 
-    def parts(self, name: str | None, rules: Rules | None = None) -> int:
-        """Devices that split a named dimension."""
-        if name is None or name in self.whole:
-            return 1
-        return parts(self.shape, self.rules if rules is None else rules, name)
+    @functools.cached_property
+    def _weight_parts(self) -> dict[str | None, int]:
+        return self._parts(self.rules)
 
-    def elements(self, axes: Axes, shape: tuple[int, ...], rules: Rules | None = None) -> float:
-        """Elements of an array on one device."""
-        return math.prod(shape) / math.prod(self.parts(name, rules) for name in axes)
+    @functools.cached_property
+    def _moment_parts(self) -> dict[str | None, int]:
+        return self._parts(self.moments)
+
+    def _parts(self, rules: Rules) -> dict[str | None, int]:
+        split: dict[str | None, int] = {name: parts(self.shape, rules, name) for name in rules.keys() - self.whole}
+        return split | dict.fromkeys((None, *self.whole), 1)
+
+    def parts(self, name: str | None) -> int:
+        """Devices that split a named dimension."""
+        return self._weight_parts[name]
+
+    def elements(self, axes: Axes, shape: tuple[int, ...], *, moments: bool = False) -> float:
+        """Elements of an array on one device. `moments`: of the sums of gradients or the optimizer's state."""
+        counts = self._moment_parts if moments else self._weight_parts
+        return math.prod(shape) / math.prod([counts[name] for name in axes])
 
     def gathered(self, axes: Axes, shape: tuple[int, ...]) -> float:
         """Elements of a parameter on one device after `gather_weights`."""
@@ -171,7 +175,7 @@ class StepSizes:
     @functools.cached_property
     def sum_elements(self) -> float:
         """Elements of the sums of gradients."""
-        return sum(self.split.elements(one.axes, one.shape, self.split.moments) for one in self.table.values())
+        return sum(self.split.elements(one.axes, one.shape, moments=True) for one in self.table.values())
 
     @functools.cached_property
     def slot_elements(self) -> float:
@@ -183,7 +187,7 @@ class StepSizes:
                 sizes = dict(zip(one.axes, one.shape, strict=True))
                 # a dimension that only the slot leaves unnamed has size 1
                 shape = one.shape if axes == one.axes else tuple(sizes[name] if name else 1 for name in axes)
-                total += self.split.elements(axes, shape, self.split.moments)
+                total += self.split.elements(axes, shape, moments=True)
         return total
 
     def group(self, axes: Sequence[str] | None) -> DeviceGroup:
@@ -198,14 +202,10 @@ class StepSizes:
 
 
 def _kernels(config: Config, setting: str, dtype: str, accelerator: Accelerator) -> dict[Layer, str]:
-    if accelerator.is_tpu:
-        target = Target("tpu", accelerator.name)
-    else:
-        target = Target("gpu", compute_capability(accelerator.name))
-    decoder = config.model.decoder()
+    kind = accelerator.name
+    target = Target("tpu", kind) if accelerator.is_tpu else Target("gpu", compute_capability(kind))
     documents = config.data.packing == "documents"
-    chosen = kernels.of_layers(setting, decoder, target, dtype, config.seq, segments=documents)
-    return {layer.kind: name for layer, name in zip(decoder.layers, chosen, strict=True)}
+    return kernels.of_kinds(setting, config.decoder, target, dtype, config.seq, segments=documents)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
 from mesh_transformer.models.model import Model
 from mesh_transformer.ops.attend.kernel import Target
-from mesh_transformer.ops.attend.kernels import of_layers
+from mesh_transformer.ops.attend.kernels import of_kinds
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Params, Partition, constrain_tree
+from mesh_transformer.spec import Layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Placement:
         """
         shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
         compute = platforms.resolve(config.compute, devices[0].platform)
-        model = Model(config.model.decoder(), compute, config.mesh.stages(shape))
+        model = Model(config.decoder, compute, config.mesh.stages(shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
         partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=compute.attention)
@@ -43,8 +44,8 @@ class Placement:
         placement.kernels(config.seq, documents=config.data.packing == "documents")
         return placement
 
-    def kernels(self, length: int, *, documents: bool = False) -> tuple[str, ...]:
-        """The attention kernel of each layer, or "plain", for sequences of `length` positions: `ops.attend.kernels`.
+    def kernels(self, length: int, *, documents: bool = False) -> dict[Layer, str]:
+        """The attention kernel of each kind of layer, or "plain", for sequences of `length` positions.
 
         Args:
             documents: whether a sequence has several, each with its own attention.
@@ -58,7 +59,7 @@ class Placement:
         if ring is not None:
             length //= parts * (2 if mode == "zigzag" else 1)
         setting, decoder = self.partition.attention, self.model.decoder
-        return of_layers(setting, decoder, target, dtype, length, ring, segments=documents)
+        return of_kinds(setting, decoder, target, dtype, length, ring, segments=documents)
 
     @classmethod
     def _on_partition(cls, model: Model, partition: Partition) -> Placement:

@@ -10,9 +10,8 @@ from mesh_transformer import slices
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate.closed_form import estimate
+from mesh_transformer.estimate.closed_form import MODELLED, estimate
 from mesh_transformer.estimate.search import TOLERANCE, Found, candidates, remedies, search, sequences
-from mesh_transformer.estimate.sizes import MODELLED
 
 V4 = ACCELERATORS["v4"]
 SMALL = {"model": {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 64}, "data": {"batch_size": 8}}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mesh_transformer.errors import UserError
 from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Target, Windows
 from mesh_transformer.parallel.sharding import Partition, active
-from mesh_transformer.spec import Decoder
+from mesh_transformer.spec import Decoder, Layer
 
 PLAIN = "plain"
 """No kernel: `ops.attend.causal` and `ops.attend.ring`, as XLA compiles them."""
@@ -51,7 +51,7 @@ def without_long(windows: Windows, length: int) -> Windows:
     return tuple(dict.fromkeys(None if window is None or window >= length else window for window in windows))
 
 
-def of_layers(
+def of_kinds(
     setting: str,
     decoder: Decoder,
     target: Target,
@@ -60,8 +60,8 @@ def of_layers(
     ring: str | None = None,
     *,
     segments: bool = False,
-) -> tuple[str, ...]:
-    """The kernel of each layer of a model, before anything is compiled.
+) -> dict[Layer, str]:
+    """The kernel of each kind of layer of a model, before anything is compiled.
 
     Args:
         setting, dtype: of `compute`.
@@ -72,14 +72,14 @@ def of_layers(
         UserError: as in `choose`.
     """
     windows = without_long(decoder.windows, length)
-    found = []
-    for layer in decoder.layers:
-        key, value = layer.attention.keys_and_values
-        softcap = getattr(layer.attention, "softcap", None) is not None
+    found = {}
+    for kind in decoder.kinds:
+        key, value = kind.attention.keys_and_values
+        softcap = getattr(kind.attention, "softcap", None) is not None
         widths = key.width, value.width
         case = Case(target, length, *widths, dtype, decoder.relative_bias, segments, softcap, windows, ring)
-        found.append(choose(setting, case))
-    return tuple(found)
+        found[kind] = choose(setting, case)
+    return found
 
 
 def attend(

@@ -3,7 +3,7 @@
 import jax
 
 from mesh_transformer.accelerators import of_device
-from mesh_transformer.estimate import closed_form, sizes
+from mesh_transformer.estimate import closed_form
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
@@ -23,7 +23,7 @@ def check_training(session: Session, program: TrainProgram) -> None:
     if 2 * arrays["moments"] > arrays["parameters"]:
         advice += ", or store less for each parameter (optimizer.name=adafactor)"
     room = memory.check(session, "training", arrays, advice)
-    if room is None or jax.process_index() > 0 or sizes.unmodelled(session.config):
+    if room is None or jax.process_index() > 0 or closed_form.unmodelled(session.config):
         return
     resolved = session.config.model_copy(update={"compute": program.model.compute})
     devices = program.partition.mesh.devices.flat
