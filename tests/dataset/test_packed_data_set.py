@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example as with_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run
 from support.data_sets import EOT, SEQ, Corpus, Counting, Interrupted, hashes, made, write_corpus
 
 from mesh_transformer.data.records import RecordReader
@@ -143,6 +144,17 @@ def test_an_interrupted_job_goes_on(corpus, whole, tmp_path):
         made(corpus.folder, tmp_path / "set", first, **OPTIONS)
     made(corpus.folder, tmp_path / "set", second, **OPTIONS)
     assert not set(first.names) & set(second.names)
+    assert hashes(tmp_path / "set") == hashes(whole)
+
+
+@pytest.mark.slow
+def test_two_ray_workers_give_the_same_packed_bytes(corpus, whole, tmp_path):
+    pytest.importorskip("ray")
+    sizes = ["--seq", str(SEQ), "--part-mb", "0.01", "--shard-tokens", "20000"]
+    options = ["--tokenizer", "bytes", "--val", "0.1", "--dedup", "--pack", "documents", *sizes]
+    command = ["--input", str(corpus.folder), "--output", "set", *options]
+    said, _ = run("prepare_dataset.py", *command, "--workers", "2", cwd=tmp_path, RAY_USAGE_STATS_ENABLED="0")
+    assert "% padding" in said
     assert hashes(tmp_path / "set") == hashes(whole)
 
 
