@@ -97,7 +97,7 @@ def make_train_loader(
         stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
         return _BatchIterator(stream, shape, len(files), source, former_name=former_name)
 
-    return iter(ThreadPrefetchIterDataset(_Batches(begin), prefetch_buffer_size=prefetch))
+    return iter(ThreadPrefetchIterDataset(StepSet(begin), prefetch_buffer_size=prefetch))
 
 
 def make_val_loader(
@@ -124,7 +124,7 @@ def make_val_loader(
     def begin() -> _BatchIterator:
         return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
 
-    batches = _Batches(begin).map(lambda microbatches: microbatches.map(lambda array: array[0]))
+    batches = StepSet(begin).map(lambda microbatches: microbatches.map(lambda array: array[0]))
     return _Counted(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch), counts)
 
 
@@ -241,12 +241,12 @@ class _BatchIterator(grain.DatasetIterator):
         )
 
 
-class _Batches(grain.IterDataset):
-    """A Grain data set of steps (accumulation, rows, seq + 1); each iterator has its own stream."""
+class StepSet(grain.IterDataset):
+    """A Grain data set of steps (accumulation, rows, seq + 1). `make` begins an iterator."""
 
-    def __init__(self, make: Callable[[], _BatchIterator]):
+    def __init__(self, make: Callable[[], grain.DatasetIterator]):
         super().__init__()
         self._make = make
 
-    def __iter__(self) -> _BatchIterator:
+    def __iter__(self) -> grain.DatasetIterator:
         return self._make()

@@ -5,7 +5,7 @@ Importing this module imports Grain and JAX.
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +15,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.data.batching import Batching, Packing
-from mesh_transformer.data.loader import Loader, files_of
+from mesh_transformer.data.loader import Loader, StepSet, files_of
 from mesh_transformer.data.mixture import Draw, Mixture
 from mesh_transformer.data.record_set import RecordSet
 from mesh_transformer.data.records import Record
@@ -66,7 +66,7 @@ def make_mixture_loader(
         mixture = Mixture(sources, sizes, seed if shuffle else None, shape.records)
         return _MixtureIterator(mixture, list(sets.values()), shape, mixed=not single)
 
-    batches = iter(ThreadPrefetchIterDataset(_Batches(begin), prefetch_buffer_size=prefetch))
+    batches = iter(ThreadPrefetchIterDataset(StepSet(begin), prefetch_buffer_size=prefetch))
     return _Stamped(batches, sets)
 
 
@@ -170,14 +170,3 @@ class _MixtureIterator(grain.DatasetIterator):
             own = [draw for draw in draws if draw.source == place]
             found.update(zip(own, records.read([self._mixture.record(draw) for draw in own]), strict=True))
         return [found[draw] for draw in draws]
-
-
-class _Batches(grain.IterDataset):
-    """A Grain data set with one iterator."""
-
-    def __init__(self, begin: Callable[[], _MixtureIterator]):
-        super().__init__()
-        self._begin = begin
-
-    def __iter__(self) -> _MixtureIterator:
-        return self._begin()
