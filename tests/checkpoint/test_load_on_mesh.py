@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.builders import TINY, program
+from support.together import outputs_of
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.load import load
@@ -220,17 +221,7 @@ def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: 
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "step_1"), reader, port]
-    children = [
-        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
-        for n in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=120)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output
+    for output in outputs_of([[*command, str(n)] for n in range(2)], timeout_s=120, cwd=where["cwd"]):
         (line,) = [line for line in output.splitlines() if line.startswith("GROWN")]
         grown, mine, largest = map(float, line.split()[1:])
         assert (mine, largest) == (192, 128)

@@ -1,11 +1,11 @@
 """Two processes of two devices each, one shared folder."""
 
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 from support.commands import TESTS
+from support.together import outputs_of
 
 PROGRAM = """
 import os, resource, sys, time
@@ -81,23 +81,8 @@ def test_two_processes(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), port]
-    children = [
-        subprocess.Popen(
-            [*command, str(n)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=TESTS,
-        )
-        for n in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=60)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for n, (child, output) in enumerate(zip(children, outputs, strict=True)):
-        assert child.returncode == 0, output
+    outputs = outputs_of([[*command, str(n)] for n in range(2)], timeout_s=60, cwd=TESTS)
+    for n, output in enumerate(outputs):
         assert f"done {n}" in output
     skipped = [line for line in "".join(outputs).splitlines() if "damaged and skipped" in line]
     assert len(skipped) == 2

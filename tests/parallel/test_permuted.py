@@ -3,7 +3,6 @@ process."""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from support import permuted
 from support.commands import free_port
 from support.covering import sampled
+from support.together import outputs_of
 
 DEVICES = 8
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -57,23 +57,9 @@ def _in_processes(folder, count):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     order = ",".join(map(str, ORDERS[count]))
-    children = [
-        subprocess.Popen(
-            [sys.executable, permuted.__file__, str(folder), order],
-            env={**environment, "JAX_PROCESS_ID": str(i)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(count)
-    ]
-    try:
-        outputs = [child.communicate(timeout=240)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output[-6000:]
+    command = [sys.executable, permuted.__file__, str(folder), order]
+    environments = [{**environment, "JAX_PROCESS_ID": str(i)} for i in range(count)]
+    outputs_of([command] * count, timeout_s=240, environments=environments)
     return [json.loads((folder / f"found_{i}.json").read_text()) for i in range(count)]
 
 

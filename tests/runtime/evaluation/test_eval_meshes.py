@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from support import hf_folders as hf
 from support.commands import free_port
 from support.covering import sampled
 from support.evaluated import harness_requests, ours
+from support.together import outputs_of
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
@@ -106,17 +106,6 @@ def test_two_processes_give_the_numbers_of_one_device(on_one_device, tmp_path: P
     port = str(free_port())
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), port]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    children = [
-        subprocess.Popen(
-            [*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        for n in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=240)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for n, (child, output) in enumerate(zip(children, outputs, strict=True)):
-        assert child.returncode == 0, output
+    outputs_of([[*command, str(n)] for n in range(2)], timeout_s=240, environments=[environment] * 2)
+    for n in range(2):
         assert_same(json.loads((tmp_path / f"found_{n}.json").read_text()), on_one_device)

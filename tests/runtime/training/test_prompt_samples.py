@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from support.commands import free_port, metrics, write_run
 from support.covering import sampled
 from support.evaluated import session_of
 from support.events import read_events
+from support.together import outputs_of
 
 from mesh_transformer.config import load_config, parse_config
 from mesh_transformer.data.byte_tokenizer import ByteTokenizer
@@ -272,18 +272,6 @@ def test_two_processes_give_the_samples_of_one_device(on_one_device, tmp_path: P
     """Process 0 alone writes them."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(free_port())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    children = [
-        subprocess.Popen(
-            [*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        for n in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=240)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output
+    outputs_of([[*command, str(n)] for n in range(2)], timeout_s=240, environments=[environment] * 2)
     assert samples.newest(str(tmp_path / "0"), 2) == on_one_device
     assert list((tmp_path / "1").iterdir()) == []
