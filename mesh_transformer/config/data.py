@@ -109,7 +109,7 @@ class DataConfig(Group):
 
     @property
     def reads_any_record(self) -> bool:
-        """Whether the training records are read in an order other than that of their files."""
+        """Whether the training records are read in another order than their files have them."""
         return bool(self.sources) or self.shuffle == "whole"
 
     @model_validator(mode="after")

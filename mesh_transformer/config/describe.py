@@ -35,7 +35,7 @@ def schemas(group: type[Group], name: str) -> list[dict[str, Any]]:
 
 
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which a value must fit one, without alternatives of their own."""
+    """The alternatives of a schema, one of which a value must fit; alternatives inside them are taken apart."""
     inner = schema.get("anyOf") or schema.get("oneOf")
     return [one for some in inner for one in _alternatives(some)] if inner else [schema]
 

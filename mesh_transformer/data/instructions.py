@@ -1,4 +1,4 @@
-"""Instruction data: an example becomes tokens, of which only the answers are learned.
+"""Instruction data: an example becomes tokens, and only the tokens of its answers are learned.
 
 An example is an object with the fields of one of `FORMS`. A chat becomes text by the tokenizer's chat template. Without
 one, an instruction becomes the text of Stanford Alpaca (Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca). The

@@ -1,4 +1,4 @@
-"""Stamps of data files, which stored data positions have, so that a changed file is told."""
+"""Stamps of data files. A stored data position has the stamps of its files, so that a change of a file is noticed."""
 
 import hashlib
 

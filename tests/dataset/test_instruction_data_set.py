@@ -152,7 +152,7 @@ def test_a_bad_example_is_told_with_its_place(tmp_path: Path, line: bytes, kind:
 
 
 def test_no_example_is_left(tmp_path: Path) -> None:
-    """The reasons are told, and other options into the folder are accepted."""
+    """The message says why no document is left. The folder then takes other options."""
     lines = [{"prompt": "a", "completion": "b" * SEQ}] * 2 + [{"messages": []}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=r"no document is left; dropped: 1 bad example, 2 too long \(.*must be a list"):

@@ -167,7 +167,8 @@ def test_another_packing_into_the_same_folder_is_refused(corpus, whole, tmp_path
 
 
 def test_the_key_without_packing_is_that_of_earlier_versions():
-    """So this version takes their data sets for whole, and goes on with an interrupted one. The key is of theirs."""
+    """A data set of an earlier version counts as finished, and an interrupted one goes on. An earlier version made this
+    key."""
     key = "929469813833cb39e7e51e3999ff3c3cdab1d325dcfc23f2c31bf44e837b56a9"
     assert Work.of([], "bytes", "bytes", Options(seq=32)).content["key"] == key
     assert Work.of([], "bytes", "bytes", Options(seq=32, pack="documents")).content["key"] != key
