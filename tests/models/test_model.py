@@ -14,6 +14,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.parallel.sharding import collect_axes, map_axes, use, with_axes
+from mesh_transformer.sequences import Sequences
 from mesh_transformer.spec import runs_of, starts
 from mesh_transformer.train.step import TrainProgram
 
@@ -181,7 +182,7 @@ def test_recomputing_changes_no_gradient(remat):
     def gradient(policy: str):
         run = program(TINY, remat=policy)
         state = run.init(jax.random.key(0))
-        return jax.jit(run._gradients)(state, TOKENS[:1])[0]
+        return jax.jit(run._gradients)(state, Sequences(TOKENS[:1]))[0]
 
     def close(a, b):
         # float32; the recomputed values may be fused otherwise
@@ -194,7 +195,7 @@ def test_policies_differ_in_what_they_recompute():
     def flops(policy: str) -> float:
         run = program(TINY, "compute.scan_unroll=3", remat=policy)  # a loop's body would be counted once
         state = run.abstract_state
-        lowered = jax.jit(run._gradients).lower(state, TOKENS[:1])
+        lowered = jax.jit(run._gradients).lower(state, Sequences(TOKENS[:1]))
         return lowered.compile().cost_analysis()["flops"]
 
     assert flops("none") < flops("save_matmuls") < flops("save_attn") < flops("full")

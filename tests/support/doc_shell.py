@@ -97,8 +97,8 @@ def run(blocks: Sequence[Block], checkout: Path, logs: Path, timeout_s: float) -
 
 def _step(block: Block, log: Path, port: str) -> str:
     if block.kind == "file":
-        (log.parent / block.name).write_text(f"{block.text}\n")
-        return f'cp "{log.parent / block.name}" . && echo 0 >"{log}.code"'
+        log.with_suffix(".file").write_text(f"{block.text}\n")
+        return f'cp "{log}.file" "{block.name}" && echo 0 >"{log}.code"'
     text = f"{block.text} {shorter(block)}".rstrip().replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{port}")
     if block.kind == "python":
         log.with_suffix(".py").write_text(text)
