@@ -150,7 +150,7 @@ class Model:
     @functools.cached_property
     def runs(self) -> tuple[Run[Kind], ...]:
         """The layers by their kinds. `Kind.layer` is the specification of a layer."""
-        kinds = {kind: Kind(kind, frozenset(modules)) for kind, modules in self.stage_axes["blocks"].items()}
+        kinds = {kind: Kind(kind, tuple(modules)) for kind, modules in self.stage_axes["blocks"].items()}
         return tuple(Run(tuple(kinds[kind] for kind in run.period), run.repeats) for run in self.decoder.runs)
 
     @property

@@ -35,8 +35,9 @@ class Kind(NamedTuple):
     layer: Any
     """What computes one of these layers. In `train.Parts`: a function as `Parts.layer`, or None for `Parts.layer`
     itself."""
-    modules: frozenset[str] | None = None
-    """The modules of "blocks" that they have; None: all."""
+    modules: tuple[str, ...] | None = None
+    """The modules of "blocks" that they have; None: all. In order: the processes of a mesh must trace one program, and
+    the order of a set of strings differs between them."""
 
 
 Runs = Sequence[Run[Kind]]

@@ -51,7 +51,7 @@ def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
     if leading:
         names = ("whole_layers", "embed", None)
         axes = {**AXES, "blocks": {"0/w": names, "0/first": names, "1/w": AXES["blocks"]["w"]}}
-        runs = Run((Kind(None, frozenset({"w", "first"})),), 1), Run((Kind(None, frozenset({"w"})),), LAYERS)
+        runs = Run((Kind(None, ("w", "first")),), 1), Run((Kind(None, ("w",)),), LAYERS)
     return Parts(
         embed, layer, head, axes, metrics=metrics, numbers=numbers, tied=tied, shared_out=shared_out, runs=runs
     )
