@@ -1,53 +1,7 @@
 """Serve a model over HTTP, with OpenAI's APIs for completions and chats and the original's /complete."""
 
-from collections.abc import Callable
-from typing import Any
-
+from mesh_transformer.commands.serve import main
 from mesh_transformer.runtime import cli
-
-
-def main(open_engine: Callable[..., Any] | None = None) -> int:
-    """Parse the arguments and serve. `open_engine`, if given, opens the engine instead of the config."""
-    parser = cli.parser(__doc__)
-    cli.add_checkpoint(parser)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=5000, help="port to listen on; 0: any free port (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="file with one API key per line; each request must then send a key: Authorization: Bearer KEY",
-    )
-    for flag, name, default, metavar, text in [
-        ("--slots", "slots", 8, "N", "sequences that are computed at the same time"),
-        (
-            "--max-queue",
-            "max_queue",
-            64,
-            "N",
-            "sequences that may wait in the queue; further requests get status 503",
-        ),
-        ("--timeout-seconds", "timeout_s", 600.0, "S", "time limit of a request, in seconds"),
-        (
-            "--drain-seconds",
-            "drain_s",
-            30.0,
-            "S",
-            "time for running requests to finish after SIGTERM, in seconds",
-        ),
-    ]:
-        described = f"{text} (default: %(default)s)"
-        parser.add_argument(flag, dest=name, type=type(default), default=default, metavar=metavar, help=described)
-    arguments = parser.parse_args()
-    cli.starting()
-    from mesh_transformer.runtime.serving import start
-
-    options = cli.fields(start.ServeOptions, arguments)
-    return start.run(arguments.config_path, arguments.overrides, options, open_engine)
-
 
 if __name__ == "__main__":
     cli.run(main)

@@ -1,23 +1,7 @@
 """Write only the parameters of a checkpoint, in bfloat16, as a classic checkpoint in RUN_slim/step_N."""
 
+from mesh_transformer.commands.slim import main
 from mesh_transformer.runtime import cli
-
-
-def main() -> None:
-    """Parse the arguments and convert."""
-    parser = cli.parser(__doc__)
-    cli.add_checkpoint(parser)
-    parser.add_argument(
-        "--ckpt-step", type=int, dest="step", metavar="N", help="step of the checkpoint (default: the newest)"
-    )
-    parser.add_argument("--f16", action="store_true", help="write float16, in RUN_slim_f16 (default: bfloat16)")
-    cli.add_overwrite(parser)
-    options = vars(parser.parse_args())
-    cli.starting()
-    from mesh_transformer.runtime import convert
-
-    convert.slim(**options)
-
 
 if __name__ == "__main__":
     cli.run(main)

@@ -17,7 +17,43 @@ from mesh_transformer.errors import UserError
 
 # README.md, CONTRIBUTING.md, pyproject.toml and scripts/venv.sh say the same
 OLDEST, NEWEST = (3, 11), (3, 14)
-CHECKOUT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
+CHECKOUT = os.path.dirname(PACKAGE)
+# configs, data, scripts and requirements.txt: in a wheel, a folder of the package has them (pyproject.toml)
+SHIPPED = next(filter(os.path.isdir, [os.path.join(PACKAGE, "shipped")]), CHECKOUT)
+PROGRAM = "mesh-transformer"
+# the scripts of a checkout, by the command that does the same
+SCRIPTS = {
+    "train": "device_train.py",
+    "drive": "train.py",
+    "sample": "device_sample.py",
+    "serve": "device_serve.py",
+    "evaluate": "eval_harness.py",
+    "prepare": "prepare_dataset.py",
+    "records": "create_finetune_tfrecords.py",
+    "tokenizer": "train_tokenizer.py",
+    "preflight": "preflight.py",
+    "reshard": "resharding_example.py",
+    "slim": "slim_model.py",
+    "to-hf": "to_hf_weights.py",
+    "from-hf": "from_hf_weights.py",
+    "tpu": "tpu_utils.py",
+}
+
+
+def command(name: str) -> str:
+    """What to call a command to a user: `mesh-transformer NAME` if this process was started so, or there is no
+    checkout; else its script."""
+    started = os.path.basename(sys.argv[0] if sys.argv else "")
+    if name not in SCRIPTS or started.startswith(PROGRAM) or SHIPPED != CHECKOUT:
+        return f"{PROGRAM} {name}"
+    return SCRIPTS[name]
+
+
+def command_line(name: str) -> str:
+    """The beginning of a line for the shell that gives the command."""
+    called = command(name)
+    return called if called.startswith(PROGRAM) else f"python {called}"
 
 
 def check_python() -> None:

@@ -45,6 +45,7 @@ RANKS = [
     {"runtime"},
     {"cloud"},
     {"cluster"},
+    {"commands"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 # Inside a package, a module may import from the sets above its own, and from its own folder.

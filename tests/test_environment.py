@@ -15,15 +15,15 @@ from mesh_transformer.errors import UserError
 
 COMMANDS = {
     "create_finetune_tfrecords.py": "text.txt name",
-    "device_sample.py": "--ckpt runs/a --prompt A",
-    "device_serve.py": "--ckpt runs/a",
+    "device_sample.py": "--ckpt ./runs/a --prompt A",
+    "device_serve.py": "--ckpt ./runs/a",
     "device_train.py": "--config configs/tiny_shakespeare.json",
-    "eval_harness.py": "--ckpt runs/a --tasks piqa",
+    "eval_harness.py": "--ckpt ./runs/a --tasks piqa",
     "from_hf_weights.py": "--input a --output-path b",
     "preflight.py": "--config configs/tiny_shakespeare.json",
     "prepare_dataset.py": "--input a --output b",
     "resharding_example.py": "--config c --ckpt a --out b",
-    "slim_model.py": "--ckpt runs/a",
+    "slim_model.py": "--ckpt ./runs/a",
     "to_hf_weights.py": "--input-ckpt a --output-path b",
     "tpu_utils.py": "list --zone europe-west4-a",
     "train.py": "--config configs/tiny_shakespeare.json --processes 2",
@@ -48,7 +48,12 @@ def test_a_package_that_is_absent_is_one_line_in_every_command(repo: Path) -> No
     assert commands == COMMANDS.keys() - {"-m examples.fsdp"}
     for command, arguments in COMMANDS.items():
         line = error_of([*BARE, *command.split(), *arguments.split()], repo)
-        assert re.match(r"error: the package (jax|pydantic|numpy) is not installed for .*: run ", line), (command, line)
+        assert re.match(
+            r"error: the package (jax|pydantic|numpy|zstandard|google) is not installed for .*: run ", line
+        ), (
+            command,
+            line,
+        )
 
 
 def test_the_line_names_the_environment_of_the_quickstart(repo: Path, tmp_path: Path) -> None:
@@ -56,7 +61,7 @@ def test_the_line_names_the_environment_of_the_quickstart(repo: Path, tmp_path: 
     shutil.copytree(
         repo / "mesh_transformer", tmp_path / "mesh_transformer", ignore=shutil.ignore_patterns("__pycache__")
     )
-    command = [*BARE, "device_sample.py", "--ckpt", "runs/a", "--prompt", "A"]
+    command = [*BARE, "device_sample.py", "--ckpt", "./runs/a", "--prompt", "A"]
     assert error_of(command, tmp_path).endswith("or bash scripts/quickstart.sh")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()

@@ -6,11 +6,12 @@ import argparse
 import atexit
 import dataclasses
 import gc
+import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from mesh_transformer import cpu_devices, environment
 from mesh_transformer.errors import RunError, UserError, out_of_memory
@@ -25,7 +26,20 @@ ANY_FORMAT = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the arguments of a command. A mistake is one line; argparse alone prints its whole usage before it."""
+    """Parses the arguments of a command. A mistake is one line; argparse alone prints its whole usage before it.
+
+    A shell completes the options of a command if `register-python-argcomplete` has set it up.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """The arguments, or the end of the process with the words that complete them."""
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
@@ -43,7 +57,7 @@ def parser(description: str, *, needs_config: bool = False) -> argparse.Argument
         required=needs_config,
         dest="config_path",
         metavar="FILE",
-        help="config file, grouped or classic (docs/config.md)"
+        help="config file, grouped or classic (docs/config.md), or the name of a shipped one, such as tiny_shakespeare"
         + ("" if needs_config else "; a checkpoint that records its model does not need one"),
     )
     parser.add_argument(
@@ -135,13 +149,13 @@ def add_model_path(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--tune-model-path", type=checkpoint_path, metavar="DIR", help=help)
 
 
-def parse_tuned(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments of a parser with the options of `add_tuning`.
+def parse_tuned(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a parser with the options of `add_tuning`; None: those of the process.
 
     Raises:
         UserError: --fresh-opt is given without --tune-model-path.
     """
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.fresh_opt and not arguments.tune_model_path:
         raise UserError("--fresh-opt ignores the optimizer state of --tune-model-path: give that option too")
     return arguments
@@ -174,7 +188,13 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 
 
 def starting() -> None:
-    """Say that the command has started. Call it before the import of JAX, which takes seconds."""
+    """Say that the command has started. Call it before the import of JAX, which takes seconds.
+
+    Raises:
+        ModuleNotFoundError: JAX is not installed.
+    """
+    if importlib.util.find_spec("jax") is None:
+        raise ModuleNotFoundError(name="jax")
     # not above: --help needs no log
     from mesh_transformer import logs
 

@@ -68,4 +68,4 @@ if __name__ == "__main__":
     _bind, start.bind = start.bind, bind
     if "FAKE_END" in os.environ:
         atexit.register(end_slowly, float(os.environ["FAKE_END"]))
-    cli.run(lambda: device_serve.main(open_engine))
+    cli.run(lambda: device_serve.main(open_engine=open_engine))

@@ -235,7 +235,7 @@ def test_a_server_whose_engine_runs_out_of_memory(command) -> None:
         _allocate()
 
     def main() -> int:
-        return device_serve.main(open_engine)
+        return device_serve.main(open_engine=open_engine)
 
     code, errors = command(main, "--config", "config.json", "--ckpt", "run", "--port", "0")
     assert code == 1

@@ -1,0 +1,69 @@
+"""Tell whether a training run fits a TPU slice or a GPU that is not attached, and predict its speed and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_transformer.runtime import cli
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the arguments, compile and report."""
+    parser = cli.parser(__doc__, needs_config=True)
+    cli.add_model_path(parser, "the checkpoint that tells the model of a config without the group model")
+    parser.add_argument(
+        "--tpu",
+        action="append",
+        default=[],
+        metavar="SLICE",
+        help="type of a TPU slice, such as v3-32, or of several, such as 2xv5e-16; may be repeated (default: v3-8, "
+        "v4-8, v5e-8 and v6e-8)",
+    )
+    parser.add_argument(
+        "--gpu", action="append", default=[], metavar="NAME", help="one GPU: a100, h100 or h200; may be repeated"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the fastest mesh, microbatch and recomputation with the same sequences of a step",
+    )
+    parser.add_argument(
+        "--compile",
+        type=int,
+        default=4,
+        metavar="N",
+        help="with --search: programs to compile for each slice; the others are judged by a formula (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="the programs of device_serve.py instead of the training step"
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="with --serve: sequences that are computed at the same time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of the run, for days and cost (default: optimizer.total_steps)"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="price of a chip for an hour, for the cost of the run")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each program")
+    parser.add_argument(
+        "--plot",
+        default="preflight.png",
+        metavar="PNG",
+        help="picture of memory and time; empty: none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--op-table",
+        metavar="DIR",
+        help="write a table of the operations of each compiled program to DIR, with their estimated times",
+    )
+    given = parser.parse_args(arguments)
+    cli.starting()
+    from mesh_transformer.runtime.preflight import command
+
+    options = cli.fields(command.PreflightOptions, given)
+    return command.run(given.config_path, given.overrides, options)
