@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mesh_transformer import liveness
-from mesh_transformer.config import LoggingConfig
 from mesh_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    # the parsers of arguments use this module, and the config takes a second
+    from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
@@ -325,7 +328,7 @@ class TensorBoard:
 class WandB:
     """Weights & Biases. WANDB_MODE=offline keeps the run on disk and needs no account."""
 
-    def __init__(self, config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str):
+    def __init__(self, config: "LoggingConfig", whole_config: dict[str, Any], folder: str, run_id: str):
         import wandb
 
         if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
@@ -358,7 +361,7 @@ class WandB:
             self._run.finish()
 
 
-def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str) -> list[Sink]:
+def open_sinks(config: "LoggingConfig", whole_config: dict[str, Any], folder: str, run_id: str) -> list[Sink]:
     """The metric sinks of a run: always metrics.jsonl; TensorBoard and W&B as configured.
 
     If W&B is not installed or not logged in, the run logs a warning and continues without it.

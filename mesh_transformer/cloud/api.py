@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_transformer.environment import command
 from mesh_transformer.errors import RunError, UserError
 
 ADDRESS_VARIABLE = "MTJ_TPU_API"
@@ -35,8 +36,8 @@ class ErrorKind(enum.Enum):
 _ADVICE = {
     ErrorKind.QUOTA:
         "Request more on https://console.cloud.google.com/iam-admin/quotas (service Cloud TPU API; each zone and each "
-        "of spot, preemptible and on-demand has its own quota), delete TPUs that you do not need (tpu_utils.py list), "
-        "or use another zone.",
+        "of spot, preemptible and on-demand has its own quota), delete TPUs that you do not need "
+        f"({command('tpu')} list), or use another zone.",
     ErrorKind.STOCKOUT:
         "The zone has no free TPU of this type: wait in the queue (--queued), try another zone or type, or try later.",
     ErrorKind.PERMISSION:
@@ -45,14 +46,14 @@ _ADVICE = {
     ErrorKind.DISABLED: "Enable it: gcloud services enable tpu.googleapis.com --project PROJECT",
     ErrorKind.CREDENTIALS:
         "A Google VM uses its service account; on other machines run: gcloud auth application-default login",
-    ErrorKind.NOT_FOUND: "Check the name, --zone and --project: tpu_utils.py list shows the TPUs of a zone.",
+    ErrorKind.NOT_FOUND: f"Check the name, --zone and --project: {command('tpu')} list shows the TPUs of a zone.",
     ErrorKind.BAD_REQUEST:
         "Compare type, zone and runtime version with https://cloud.google.com/tpu/docs/regions-zones and "
         "https://cloud.google.com/tpu/docs/runtimes.",
-    ErrorKind.EXISTS: "Use another name, or delete it first: tpu_utils.py delete NAME",
+    ErrorKind.EXISTS: f"Use another name, or delete it first: {command('tpu')} delete NAME",
     ErrorKind.UNAVAILABLE: "The service did not answer: try again later.",
-    ErrorKind.TIMEOUT: "The operation may continue: check it with tpu_utils.py describe.",
-    ErrorKind.UNKNOWN: "Check the state with tpu_utils.py describe.",
+    ErrorKind.TIMEOUT: f"The operation may continue: check it with {command('tpu')} describe.",
+    ErrorKind.UNKNOWN: f"Check the state with {command('tpu')} describe.",
 }  # fmt: skip
 _USER_ERRORS = {
     ErrorKind.QUOTA, ErrorKind.PERMISSION, ErrorKind.DISABLED, ErrorKind.CREDENTIALS, ErrorKind.NOT_FOUND,

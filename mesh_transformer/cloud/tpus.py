@@ -20,6 +20,7 @@ from mesh_transformer.cloud.api import (
 )
 from mesh_transformer.cloud.request import TpuRequest
 from mesh_transformer.cloud.state import Tpu, TpuPhase, slice_names, tpu_of
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -137,8 +138,9 @@ class Tpus:
             ]
         if missing := [worker_id for worker_id, lines in keys.items() if not lines]:
             raise TpuFailed(
-                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if tpu_utils.py "
-                "did not create the TPU, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
+                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if "
+                f"{command('tpu')} did not create the TPU, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY "
+                "(docs/pod.md)",
                 ErrorKind.NOT_FOUND,
             )
         return keys

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from mesh_transformer.data.records import Record
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.sequences import Example, Sequences
 
@@ -85,7 +86,7 @@ class Batching:
             raise UserError(
                 f"{record.place} has {plural(len(tokens), 'token')}, sequences of {seq} need {seq + 1}: "
                 + (f"set data.seq to {len(tokens) - 1}, or " if len(tokens) > 1 else "")
-                + f"make the records again with create_finetune_tfrecords.py --seq {seq}"
+                + f"make the records again with {command('records')} --seq {seq}"
             )
         if self.n_vocab is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
             raise UserError(
@@ -96,7 +97,7 @@ class Batching:
         if self.packing == "documents" and example.documents is None:
             raise UserError(
                 f"{record.place} has no lengths of its documents (the feature `documents`), which data.packing "
-                f"documents needs: make the records with prepare_dataset.py --pack documents, or set data.packing to "
+                f"documents needs: make the records with {command('prepare')} --pack documents, or set data.packing to "
                 f"concat"
             )
         return example

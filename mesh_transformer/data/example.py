@@ -11,6 +11,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.sequences import Example
 
@@ -89,7 +90,7 @@ def _numbers(features: Any, name: str) -> np.ndarray:
         if feature.HasField(field):
             raise UserError(
                 f"its feature `{name}` holds {kind}; tokens must be int64: make the records from the "
-                "text with create_finetune_tfrecords.py"
+                f"text with {command('records')}"
             )
     values = np.array(feature.int64_list.value, np.int64)
     for number in (values.min(initial=0), values.max(initial=0)):

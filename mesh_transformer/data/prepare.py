@@ -20,6 +20,7 @@ from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.fast_encoder import LiteralEncoder
 from mesh_transformer.data.records import write_records
+from mesh_transformer.data.sequence_options import Options
 from mesh_transformer.data.text_counts import TextCounts, cached_counts, counts_of_cached, utf8_bytes
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, plural
@@ -33,36 +34,6 @@ _BATCH_CHARS = 1 << 18
 _BUFFER_BYTES = 1 << 20
 # change it when the same text gives other records
 _CACHE_FORMAT = "1"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How text becomes sequences.
-
-    Args:
-        seq: tokens of a sequence; a record holds one more.
-        seed: seed of all shuffling.
-        preserve_data_order: do not shuffle documents and sequences.
-        min_unique_tokens: drop sequences with fewer distinct tokens.
-        n_repack_epochs: passes over the documents; each pass cuts them at other places.
-        treat_eot_as_text: tokenize `<|endoftext|>` as ordinary characters; otherwise it ends a document.
-        normalize_with_ftfy: repair broken Unicode, NFKC.
-        normalize_with_wikitext_detokenize: undo the spacing of the WikiText corpora.
-    """
-
-    seq: int = 2048
-    seed: int = 0
-    preserve_data_order: bool = False
-    min_unique_tokens: int = 0
-    n_repack_epochs: int = 1
-    treat_eot_as_text: bool = False
-    normalize_with_ftfy: bool = False
-    normalize_with_wikitext_detokenize: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in {"seq": 1, "n_repack_epochs": 1, "min_unique_tokens": 0, "seed": 0}.items():
-            if (value := getattr(self, name)) < least:
-                raise UserError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
 
 
 @dataclass(frozen=True)

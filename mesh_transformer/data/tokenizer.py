@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from mesh_transformer import files, hub
 from mesh_transformer.data import token_ids
 from mesh_transformer.data.byte_tokenizer import EOT_TEXT, ByteTokenizer, bytes_of_characters
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
@@ -221,7 +222,7 @@ def save_tokenizer(spec: str, folder: str) -> None:
 
 _WAY_OUT = (
     "give a folder that holds tokenizer.json, or vocab.json and merges.txt (--set data.tokenizer=FOLDER; "
-    "--tokenizer FOLDER for create_finetune_tfrecords.py), or `bytes`"
+    f"--tokenizer FOLDER for {command('records')}), or `bytes`"
 )
 
 

@@ -6,10 +6,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mesh_transformer.dataset.inputs import Input
 from mesh_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    # the parser of arguments uses this module
+    from mesh_transformer.dataset.inputs import Input
 
 # change it when the same input and options give other bytes
 _FORMAT = 1

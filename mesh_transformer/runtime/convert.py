@@ -31,6 +31,7 @@ from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
 from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer, warn_of_more_ids
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
@@ -264,8 +265,8 @@ def slim(
     logs.set_up()
     if checkpoint is not None and hub.is_name(checkpoint):
         raise UserError(
-            f"{checkpoint} is no folder beside which a slim checkpoint can be written: use from_hf_weights.py --format "
-            "classic"
+            f"{checkpoint} is no folder beside which a slim checkpoint can be written: use "
+            f"{command('from-hf')} --format classic"
         )
     config = config_for(config_path, overrides, checkpoint)
     root, named = split_step(checkpoint or config.checkpoint.root)
@@ -349,7 +350,7 @@ def _check_devices(shards: int) -> None:
     if jax.device_count() % shards:
         raise UserError(
             f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
-            f"--shards-out 1, or omit --prompt and test the result with device_sample.py --set mesh.tp=1"
+            f"--shards-out 1, or omit --prompt and test the result with {command('sample')} --set mesh.tp=1"
         )
 
 

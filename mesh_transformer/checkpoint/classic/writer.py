@@ -13,6 +13,7 @@ from mesh_transformer.checkpoint.classic.folder import Leaf
 from mesh_transformer.checkpoint.classic.npz import NpzWriter
 from mesh_transformer.checkpoint.tensors import TensorSource, prefetch, slots
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.spec import Split
@@ -72,7 +73,7 @@ def _check_writable(source: TensorSource, config: ModelConfig, order: list[Leaf]
     if full and (found := slots(source)) not in (set(), ADAM):
         raise UserError(
             f"{source.where} holds the state of an optimizer other than Adam ({', '.join(sorted(found))}): a full "
-            f"classic checkpoint needs Adam's moments. To write only the parameters, use slim_model.py"
+            f"classic checkpoint needs Adam's moments. To write only the parameters, use {command('slim')}"
         )
     for leaf in order:
         if leaf.tensor is None:

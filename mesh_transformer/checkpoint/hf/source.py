@@ -21,6 +21,7 @@ from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
 from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
 from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, TensorSource, parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.hf_keys import ConfigJson
@@ -77,7 +78,7 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
         if isinstance(model_type, str) and model_type in beside:
             raise UserError(
                 f"model_type is {model_type!r}: this is the text model {beside[model_type]} beside a vision tower, "
-                "which is not supported; from_hf_weights.py --text-only converts the text model alone"
+                f"which is not supported; {command('from-hf')} --text-only converts the text model alone"
             )
         if not isinstance(model_type, str) or model_type not in families:
             raise UserError(f"model_type is {model_type!r:.60}: only {', '.join(families)} can be read")

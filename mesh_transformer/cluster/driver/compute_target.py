@@ -18,7 +18,7 @@ from typing import Any
 from mesh_transformer import files
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
-from mesh_transformer.cloud.archive import CHECKOUT, code_archive
+from mesh_transformer.cloud.archive import code_archive
 from mesh_transformer.cloud.environment import ExistingEnvironment, HostEnvironment, NewEnvironment
 from mesh_transformer.cloud.hosts import Access
 from mesh_transformer.cloud.launch import LaunchOptions, launch, public_keys
@@ -33,31 +33,12 @@ from mesh_transformer.cluster.driver.failures import PREEMPTED_STATES
 from mesh_transformer.cluster.driver.supervise import Supervisor
 from mesh_transformer.cluster.host.worker import run_job
 from mesh_transformer.config import Config
+from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.slices import SliceType, check_count, counted, parse
 from mesh_transformer.stop_signals import StopSignals
 
-# flags, help text, further arguments of add_argument
-_OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("--tpu", "run on this TPU; it is created if it does not exist", {"metavar": "NAME"}),
-    ("--tpu_region --tpu-region", "zone of the TPU, such as europe-west4-a", {"metavar": "ZONE"}),
-    ("--tpu-type", "type of each slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)", {"metavar": "T"}),
-    ("--slices",
-     "number of slices of this type; with --tpu they are the nodes of one queued resource (default: %(default)s)",
-     {"type": int, "metavar": "N", "default": 1}),
-    ("--environment", "existing Python environment on the hosts (default: install a new one)", {"metavar": "DIR"}),
-    ("--wheelhouse", "install the hosts' packages from the wheels in DIR, without internet", {"metavar": "DIR"}),
-    ("--user", "login name on the hosts (default: your login name on this machine)", {}),
-    ("--ssh-key", "private SSH key (default: that of gcloud, or the first one in ~/.ssh)", {"metavar": "FILE"}),
-    ("--preemptible", "cheaper capacity that the cloud may preempt at any time", {"action": "store_true"}),
-    ("--ray-address", "run on this Ray cluster, HOST:PORT or auto", {"metavar": "A"}),
-    ("--processes", "run in N processes on this machine", {"type": int, "metavar": "N"}),
-    ("--env", "environment variable of the workers; may be repeated",
-     {"action": "append", "default": [], "metavar": "NAME=VALUE"}),
-    ("--verbose", "show all lines of the workers, also the lines of Gloo, XLA and JAX", {"action": "store_true"}),
-    ("--price", "price of a chip-hour; the driver prints the cost of the run", {"type": float, "metavar": "P"}),
-)  # fmt: skip
 # Ray's object store holds only some batches
 STORE_ARGUMENTS = ("--object-store-memory=1000000000",)
 # Ray starts an idle process for each CPU of a node
@@ -129,12 +110,6 @@ class ComputeTarget:
         for message, wrong in faults.items():
             if wrong:
                 raise UserError(message)
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the options to a command line."""
-        for flags, text, settings in _OPTIONS:
-            parser.add_argument(*flags.split(), help=text, **settings)
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "ComputeTarget":
@@ -259,7 +234,7 @@ class TpuSlice(Hosts):
         super().__init__(count=request.type.hosts * request.slices, slices=request.slices)
         self._tpus, self._request = Tpus(zone), request
         # packed now: hosts that are created later get the same code
-        self._options = LaunchOptions(environment, access, NODE_ARGUMENTS, code=code_archive(CHECKOUT))
+        self._options = LaunchOptions(environment, access, NODE_ARGUMENTS, code=code_archive())
         # state of the Ray head on this machine, for the next driver
         self._folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{request.name}")
         self._pod: Pod | None = None
@@ -315,7 +290,7 @@ def environment_of(existing: str | None, wheelhouse: str | None) -> HostEnvironm
     if existing is not None:
         return ExistingEnvironment(existing)
     extra = ("lm-eval",) if importlib.util.find_spec("lm_eval") is not None else ()
-    return NewEnvironment(os.path.join(CHECKOUT, "requirements.txt"), ("jax[tpu]", *extra), wheelhouse)
+    return NewEnvironment(os.path.join(SHIPPED, "requirements.txt"), ("jax[tpu]", *extra), wheelhouse)
 
 
 def _own_address(host: str) -> str:

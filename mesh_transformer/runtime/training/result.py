@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mesh_transformer.environment import command_line
+
 
 class TrainingResult(NamedTuple):
     """The result of a run, as JSON values.
@@ -28,7 +30,7 @@ class TrainingResult(NamedTuple):
         if self.code:
             return f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"
         run = posixpath.dirname(self.checkpoint)
-        sample = shlex.join(["python", "device_sample.py", "--ckpt", run, "--prompt", "Hello"])
+        sample = f"{command_line('sample')} {shlex.join(['--ckpt', run, '--prompt', 'Hello'])}"
         after = f"checkpoint {self.checkpoint}; sample: {sample}"
         if self.start_step >= self.total_steps:
             return (

@@ -6,6 +6,7 @@ import jax
 
 from mesh_transformer.accelerators import of_device
 from mesh_transformer.config import Config
+from mesh_transformer.environment import command
 from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.search import faster
 from mesh_transformer.logs import log
@@ -40,9 +41,10 @@ def suggest_a_faster_step(session: Session) -> None:
     if found is not None:
         best, times = found
         log.info(
-            "a step is estimated to run %.1f times faster with %s; preflight.py --search compiles it",
+            "a step is estimated to run %.1f times faster with %s; %s --search compiles it",
             times,
             " ".join(f"--set {override}" for override in best.overrides),
+            command("preflight"),
         )
 
 

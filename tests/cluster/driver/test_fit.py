@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import sys
 
 import pytest
 from support.builders import TINY
@@ -78,13 +79,13 @@ def test_only_a_slice_is_checked(tmp_path, checked, changes, expected):
 def test_without_libtpu_a_line_says_so(caplog):
     with caplog.at_level(logging.INFO):
         fit.check_fit(parse_config(TINY), "v3-8")
-    assert "whether the run fits v3-8 is not checked: pip install -e '.[tpu]'" in caplog.text
+    assert "whether the run fits v3-8 is not checked: pip install 'jax[tpu]'" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("raise SystemExit('error: no such option')", r"preflight\.py failed: error: no such option"),
+        ("raise SystemExit('error: no such option')", r"preflight failed: error: no such option"),
         (
             "import sys; print('{\"reason\": \"refused\"}'); sys.stderr.write('12:00 W v3-8: nothing fits; x'); "
             "sys.exit(1)",
@@ -95,7 +96,7 @@ def test_without_libtpu_a_line_says_so(caplog):
 def test_refusals(tmp_path, monkeypatch, script, message):
     program = tmp_path / "preflight.py"
     program.write_text(script)
-    monkeypatch.setattr(fit, "PREFLIGHT", str(program))
+    monkeypatch.setattr(fit, "PREFLIGHT", (sys.executable, str(program)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     with pytest.raises(UserError, match=message):
         fit.check_fit(parse_config(TINY), "v3-8")

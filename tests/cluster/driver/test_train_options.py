@@ -13,6 +13,7 @@ from support.commands import CONFIG, run
 from mesh_transformer.cluster.base import Job, run_name
 from mesh_transformer.cluster.driver.commands import as_version, delete_old_run
 from mesh_transformer.cluster.driver.compute_target import ComputeTarget
+from mesh_transformer.cluster.driver.target_options import add_target
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training import run_folder
@@ -72,7 +73,7 @@ def test_slices_of_a_tpu():
 
 def test_env_of_the_command_line():
     parser = argparse.ArgumentParser()
-    ComputeTarget.add_arguments(parser)
+    add_target(parser)
     arguments = ["--processes", "2", "--env", "XLA_FLAGS=--a=1 --b", "--env", "EMPTY="]
     assert ComputeTarget.of(parser.parse_args(arguments)).variables == {"XLA_FLAGS": "--a=1 --b", "EMPTY": ""}
     for wrong in ("NAME", "=value"):
