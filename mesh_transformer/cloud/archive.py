@@ -5,14 +5,14 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO
 
+from mesh_transformer.environment import CHECKOUT
 from mesh_transformer.errors import UserError
 
-CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # the parts of a checkout that hosts need, besides *.py at the top
 CODE = ("mesh_transformer", "configs", "scripts", "data", "pyproject.toml", "requirements.txt")
 MAX_BYTES = 256 << 20
@@ -65,33 +65,51 @@ class FolderArchive:
         return sorted(name for name in os.listdir(self.folder) if os.path.isfile(os.path.join(self.folder, name)))
 
 
-def code_archive(root: str) -> Archive:
+def code_archive(root: str = CHECKOUT) -> Archive:
     """An archive of the code below `root`: the package, the entry points, configs, scripts and small data.
 
+    Args:
+        root: a checkout, or the folder in which the package is installed. Both give an archive in the form of a
+            checkout.
+
     Raises:
-        UserError: `root` is no checkout of this project, or its `data` is too large.
+        UserError: `root` has no package, or its `data` is too large.
     """
     if not os.path.isdir(os.path.join(root, "mesh_transformer")):
         raise UserError(f"{root} has no folder mesh_transformer: give the root of a checkout")
+    if (shipped := beside(root)) != root:
+        # other packages lie beside the package
+        ours = [path for path in _files(root, "mesh_transformer") if not path.startswith("mesh_transformer/shipped/")]
+        others = [path for name in sorted(os.listdir(shipped)) for path in _files(shipped, name)]
+        return pack({**dict.fromkeys(ours, root), **dict.fromkeys(others, shipped)})
     names = sorted(name for name in os.listdir(root) if name in CODE or name.endswith(".py"))
-    return pack(root, [path for name in names for path in _files(root, name)])
+    return pack({path: root for name in names for path in _files(root, name)})
 
 
-def pack(root: str, paths: list[str], max_bytes: int = MAX_BYTES) -> Archive:
-    """An archive of the files at `paths` below `root`, without owners and times.
+def beside(root: str) -> str:
+    """The folder with configs, data, scripts and requirements.txt: `root`, or a folder of an installed package."""
+    shipped = os.path.join(root, "mesh_transformer", "shipped")
+    return shipped if os.path.isdir(shipped) else root
+
+
+def pack(roots: Mapping[str, str], max_bytes: int = MAX_BYTES) -> Archive:
+    """An archive of files, without owners and times.
+
+    Args:
+        roots: the folder of each file, by the path of the file in the folder, which is its name in the archive.
 
     Raises:
         UserError: the files have more than `max_bytes`.
     """
-    size = sum(os.path.getsize(os.path.join(root, path)) for path in paths)
+    size = sum(os.path.getsize(os.path.join(root, path)) for path, root in roots.items())
     if size > max_bytes:
         raise UserError(
-            f"the code below {root} has {size >> 20} MiB, more than the limit of {max_bytes >> 20} MiB: put large data "
+            f"the code has {size >> 20} MiB, more than the limit of {max_bytes >> 20} MiB: put large data "
             "in a bucket (gs://)"
         )
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", dereference=True) as tar:
-        for path in paths:
+        for path, root in roots.items():
             tar.add(os.path.join(root, path), path, filter=_anonymous)
     digest = hashlib.sha256(plain.getvalue()).hexdigest()[:HASH_LENGTH]
     return Archive(gzip.compress(plain.getvalue(), compresslevel=6, mtime=0), digest)

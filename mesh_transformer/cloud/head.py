@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from mesh_transformer.cloud.archive import CHECKOUT
+from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _ray() -> str:
 
 
 def _script(verb: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    command = ["bash", os.path.join(CHECKOUT, "scripts", "pod_ray.sh"), verb, *arguments]
+    command = ["bash", os.path.join(SHIPPED, "scripts", "pod_ray.sh"), verb, *arguments]
     variables = {**os.environ, **(environment or {})}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=START_S, check=False)
     if done.returncode != 0:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mesh_transformer import files
 from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.archive import CHECKOUT, HASH_LENGTH, Archive, FolderArchive, code_archive
+from mesh_transformer.cloud.archive import HASH_LENGTH, Archive, FolderArchive, beside, code_archive
 from mesh_transformer.cloud.environment import ExistingEnvironment, HostEnvironment, NewEnvironment, pins
 from mesh_transformer.cloud.head import Head, read_token
 from mesh_transformer.cloud.hosts import Access, Host
@@ -25,6 +25,7 @@ from mesh_transformer.cloud.request import TpuRequest
 from mesh_transformer.cloud.shell import HomePath, Word, below
 from mesh_transformer.cloud.state import Tpu, TpuPhase
 from mesh_transformer.cloud.tpus import DAY_S, Tpus
+from mesh_transformer.environment import CHECKOUT
 from mesh_transformer.errors import RunError, UserError, plural
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ def provision(
         pod: reachable hosts.
         environment: their Python environment.
         join: how they join the driver's Ray cluster.
-        root: the checkout with the code.
+        root: the checkout with the code, or the folder in which the package is installed.
         code: an archive of an earlier state of the checkout; None: a new one.
 
     Raises:
@@ -251,7 +252,7 @@ def _artifacts(code: Archive, environment: HostEnvironment, root: str) -> Artifa
     """What the hosts need. Each path contains a hash of the content."""
     artifacts: Artifacts = {"code": (f"{STATE_FOLDER}/code/{code.hash}", code)}
     if isinstance(environment, NewEnvironment):
-        with open(os.path.join(root, "scripts", "pod_setup.sh"), encoding="utf-8") as file:
+        with open(os.path.join(beside(root), "scripts", "pod_setup.sh"), encoding="utf-8") as file:
             name = environment.hash(file.read())
         if environment.wheels is not None:
             artifacts["wheels"] = (f"{STATE_FOLDER}/wheels/{environment.wheels.hash}", environment.wheels)

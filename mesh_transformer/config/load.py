@@ -4,6 +4,7 @@ An override is `NAME=VALUE` (--set), or `-KEY` to ignore a key of the file (--ig
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
-from mesh_transformer.config import classic, names, strict_json
+from mesh_transformer.config import classic, names, shipped, strict_json
 from mesh_transformer.config.describe import allowed, allowed_item, choices, did_you_mean, schemas, short
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, CheckpointConfig, Config, class_at
@@ -37,18 +38,22 @@ def load_config(path: str, overrides: Sequence[str] = (), find_model: FindModel 
     """Read `path` (local or gs://), apply the overrides in order, and validate.
 
     Args:
+        path: a file, or the name of a config that comes with the project.
         overrides: `NAME=VALUE`, or `-KEY` to ignore a key of the file.
         find_model: called if a file in the grouped spelling has no group `model`; the overrides apply to its result.
 
     Raises:
         UserError: the file, a key, a value or a combination of values is not usable.
     """
-    text = _read(path)
+    coming = shipped.find(path)
+    text = _read(coming or path)
     try:
         if not text.strip():
             raise UserError("the file is empty: a config is a JSON object, see the files under configs/")
         repeated: list[str] = []
         raw = strict_json.parse(text, repeated)
+        if coming is not None:
+            raw = shipped.with_data(raw)
         config, notes = _resolve(raw, overrides, repeated, find_model)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
@@ -228,8 +233,10 @@ def _read(path: str) -> str:
             content = stream.read(MAX_FILE_BYTES + 1)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder: name the config file in it") from error
-    except UserError:
-        raise
+    except UserError as error:
+        if os.path.exists(path) or os.sep in path:
+            raise
+        raise UserError(f"{error}; the configs by name are {', '.join(shipped.names())}") from error
     # ValueError: a null character in the path
     except (OSError, ValueError) as error:
         if files.is_remote(path):

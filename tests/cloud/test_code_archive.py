@@ -37,6 +37,17 @@ def test_content(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_an_installed_package_gives_a_checkout(tmp_path: Path) -> None:
+    for name in (
+        "mesh_transformer/a.py", "mesh_transformer/shipped/configs/c.json", "mesh_transformer/shipped/scripts/s.sh",
+        "mesh_transformer/shipped/requirements.txt", "other/b.py", "six.py",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with tarfile.open(fileobj=io.BytesIO(archive.code_archive(str(tmp_path)).content)) as tar:
+        assert tar.getnames() == ["mesh_transformer/a.py", "configs/c.json", "requirements.txt", "scripts/s.sh"]
+
+
 def test_hash_depends_on_content_only(tmp_path: Path) -> None:
     one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
     os.utime(two / "train.py", (1, 1))
@@ -59,7 +70,9 @@ def test_invalid_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         archive.FolderArchive(str(tmp_path / "none"))
     monkeypatch.setattr(archive, "MAX_BYTES", 3)
     with pytest.raises(UserError, match="put large data in a bucket"):
-        archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MAX_BYTES)
+        archive.pack(
+            dict.fromkeys(["train.py", "scripts/s.sh", "configs/c.json"], str(tree(tmp_path))), archive.MAX_BYTES
+        )
 
 
 def test_archive_of_a_folder(tmp_path: Path) -> None:
