@@ -68,6 +68,8 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/finetune.md", "python create_finetune_tfrecords.py my_texts my_data"): HUB,
     ("docs/finetune.md", "ls data/my_data_"): HUB,
     ("docs/finetune.md", "python device_train.py --config configs/6B_finetune_v3-8.json"): WEIGHTS,
+    ("docs/from_2021.md", "mkdir -p gptj"): WEIGHTS,
+    ("docs/from_2021.md", "python device_"): WEIGHTS,
     ("docs/parallelism.md", "python scripts/"): LIBTPU,
     ("docs/parallelism.md", "python preflight.py"): LIBTPU,
     ("docs/parallelism.md", "python device_train.py --config configs/6B_finetune_v3-8.json --plan-mesh"): LIBTPU,
