@@ -1,10 +1,12 @@
 """Read a config file in either spelling, apply the overrides of the command line and validate the result.
 
+A line whose first characters are // is a comment. The rest of a file is JSON.
 An override is `NAME=VALUE` (--set), or `-KEY` to ignore a key of the file (--ignore-keys).
 """
 
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -25,6 +27,8 @@ MAX_FILE_BYTES = 1 << 20
 ALTERNATIVES = {"batch_size": "per_replica_batch", "per_replica_batch": "batch_size"}
 USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
 
+# A string of JSON has no line end, so that such a line is not inside one.
+_COMMENT = re.compile(r"^[ \t]*//.*$", re.MULTILINE)
 # pydantic's place of the sources of a mixture
 _SOURCES = ("data", "train_set", "sources")
 
@@ -46,7 +50,7 @@ def load_config(path: str, overrides: Sequence[str] = (), find_model: FindModel 
         UserError: the file, a key, a value or a combination of values is not usable.
     """
     coming = shipped.find(path)
-    text = _read(coming or path)
+    text = _without_comments(_read(coming or path))
     try:
         if not text.strip():
             raise UserError("the file is empty: a config is a JSON object, see the files under configs/")
@@ -146,6 +150,11 @@ def _resolve(
         return Config.model_validate(grouped), notes
     except ValidationError as error:
         raise UserError(_explain_all(error.errors())) from error
+
+
+def _without_comments(text: str) -> str:
+    """The JSON of a file. The lines keep their numbers, for messages."""
+    return _COMMENT.sub("", text)
 
 
 def _add_model(grouped: dict[str, dict[str, Any]], find_model: FindModel) -> None:

@@ -19,7 +19,7 @@ END = r"(?=[\s,:{}\[\]]|$)"
 # start of the json module's message, pattern of the text at the fault, cause; the first row that matches is used
 CAUSES = [
     ("", r"(<{7}|={7}|>{7}|\|{7})(\s|$)", "{line}: an unfinished git merge"),
-    ("", r"//|#|/\*", "JSON has no comments"),
+    ("", r"//|#|/\*", "JSON has no comments, and a config only lines that begin with //"),
     ("Unterminated string", "", "a string without its closing quote"),
     ("Invalid control character", "", "a string without its closing quote"),
     ("Invalid \\escape", "", "a single backslash in a string: write two"),

@@ -242,6 +242,14 @@ def test_names_of_other_programs_on_the_command_line(name: str, field: str) -> N
         parse_config(FLAT, [f"{name}=3"])
 
 
+def test_a_line_that_begins_with_slashes_is_a_comment(tmp_path: Path) -> None:
+    values = {"data": {"train_set": "gs://b//train.index"}, "model": FLAT}
+    lines = json.dumps(values, indent=1).splitlines()
+    text = "// a head\r\n" + "\r\n".join(f'{line}\r\n \t// {{"a": 1' for line in lines) + "\n//"
+    assert read(tmp_path, text) == read(tmp_path, json.dumps(values))
+    assert refusal(tmp_path, "// nothing else\n").startswith("the file is empty")
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -250,8 +258,9 @@ def test_names_of_other_programs_on_the_command_line(name: str, field: str) -> N
         ('{"a": [\n1,\n]}', "line 2: a comma before the closing bracket"),
         ('{\n"a": 1,\n<<<<<<< HEAD\n"b": 2}', "line 3: <<<<<<< HEAD: an unfinished git merge"),
         ('{\n"a": 1\n=======\n"b": 2}', "line 3: =======: an unfinished git merge"),
-        ('{\n\n// x\n"a": 1}', "line 3: JSON has no comments"),
-        ('{"a": 1, # x\n"b": 1}', "line 1: JSON has no comments"),
+        ('{\n\n// x\n"a" 1}', 'line 4: expected a colon, as in "key": value, found 1'),
+        ('{"a": 1, // x\n"b": 1}', "line 1: JSON has no comments, and a config only lines that begin with //"),
+        ('{\n# x\n"a": 1}', "line 2: JSON has no comments, and a config only lines that begin with //"),
         ('{"a": 1\n"b": 1}', "line 1: a comma is missing after the value"),
         ('{"a": 1 "b": 1}', "line 1: a comma is missing after the value"),
         ('{"a": "x\n}', "line 1: a string without its closing quote"),
