@@ -43,6 +43,12 @@ def test_the_same_bytes_with_four_reads_a_part_and_shard(gcs, corpus, local, tmp
     assert len(reads) <= 4 * (parts_of(runner) + len(content["shards"])), "\n".join(reads)
 
 
+def test_packed_records_are_the_same_bytes_too(gcs, corpus, tmp_path):
+    made(corpus.folder, tmp_path / "local/set", pack="documents", **OPTIONS)
+    made(corpus.folder, OUTPUT, pack="documents", **OPTIONS)
+    assert remote(gcs, tmp_path) == hashes(tmp_path / "local/set")
+
+
 def parts_of(runner):
     return sum(name.startswith("fragment") for name in runner.names)
 

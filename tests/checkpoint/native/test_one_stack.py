@@ -98,7 +98,8 @@ def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> Non
     sampled(
         one_stack.MODELS,
         one_stack.OPTIMIZERS,
-        seconds=5,
+        # 26 for two kinds of layers in turn
+        seconds=10,
         files=lambda family, optimizer: [*files(family, optimizer), "train/step.py"],
     ),
 )
