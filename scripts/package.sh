@@ -9,9 +9,10 @@ trap 'rm -rf "$place"' EXIT
 built=${1:-$place/dist}
 python=$root/.venv-test/bin/python
 
-"$python" -m build --quiet --outdir "$built" "$root"
+"$python" -m build --outdir "$built" "$root" >"$place/build.log" 2>&1 || { cat "$place/build.log"; exit 1; }
 "$python" -m venv "$place/venv"
-"$place/venv/bin/pip" install --quiet --disable-pip-version-check "$built"/mesh_transformer-*.whl
+"$place/venv/bin/pip" install --quiet --quiet --no-compile --disable-pip-version-check \
+    "$built"/mesh_transformer-*.whl
 mkdir "$place/work"
 cd "$place/work"
 # neither the checkout nor the variables of the caller help
