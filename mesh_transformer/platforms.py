@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
+from mesh_transformer import cache_folders
 from mesh_transformer.config import ComputeConfig
 from mesh_transformer.errors import UserError, plural
 
@@ -177,9 +178,8 @@ class CompileCache:
     """
 
     def __init__(self) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.requests = self.read = 0
-        self.folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.join(home, "mesh-transformer", "compiled"))
+        self.folder = cache_folders.compiled_programs()
         jax.config.update("jax_compilation_cache_dir", self.folder)
         for name, value in _CACHE_SETTINGS.items():
             if name.upper() not in os.environ:

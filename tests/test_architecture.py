@@ -16,6 +16,7 @@ PACKAGE = "mesh_transformer"
 RANKS = [
     {
         "accelerators",
+        "cache_folders",
         "config",
         "cpu_devices",
         "environment",

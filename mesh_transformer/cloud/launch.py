@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mesh_transformer import files
+from mesh_transformer import cache_folders, files
 from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.archive import HASH_LENGTH, Archive, FolderArchive, beside, code_archive
 from mesh_transformer.cloud.environment import ExistingEnvironment, HostEnvironment, NewEnvironment, pins
@@ -169,8 +169,7 @@ def pod_of(tpus: Tpus, tpu: Tpu, access: Access, *, external: bool = False) -> P
             f"TPU {tpu.name} has no external addresses: run the command on a machine of its network, without --external"
         )
     if not access.known_hosts:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        folder = os.path.join(cache, "mesh-transformer", "known_hosts")
+        folder = cache_folders.own("known_hosts")
         path = os.path.join(folder, f"{tpus.project}.{tpus.zone}.{tpu.name}")
         os.makedirs(folder, mode=0o700, exist_ok=True)
         keys = tpus.host_keys(tpu)

@@ -10,8 +10,8 @@ import os
 
 import numpy as np
 
-from mesh_transformer import files
-from mesh_transformer.data.prepare import cache_folder, scratch_file
+from mesh_transformer import cache_folders, files
+from mesh_transformer.data.prepare import scratch_file
 from mesh_transformer.data.records import FRAME_BYTES, RecordReader
 from mesh_transformer.errors import UserError
 
@@ -34,7 +34,7 @@ def find_offsets(path: str, stamp: str) -> str:
     if not files.is_remote(path) and os.path.isfile(beside):
         _check(path, beside)
         return beside
-    folder, stem = cache_folder(), os.path.splitext(os.path.basename(path))[0]
+    folder, stem = cache_folders.data_sets(), os.path.splitext(os.path.basename(path))[0]
     key = hashlib.sha256(f"{path} {stamp}".encode()).hexdigest()[:32]
     target = os.path.join(folder, f"{stem}-{key}{SUFFIX}")
     if not os.path.isfile(target):

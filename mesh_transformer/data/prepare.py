@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
+from mesh_transformer import cache_folders
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.fast_encoder import LiteralEncoder
@@ -91,7 +92,7 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
     tokens = load_tokenizer(tokenizer)
     if n_vocab is not None:
         warn_of_more_ids(tokens, n_vocab)
-    folder = cache_folder()
+    folder = cache_folders.data_sets()
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
     # earlier versions did not write the counts
     if not os.path.isfile(target) or counts_of_cached(target) is None:
@@ -104,12 +105,6 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
             os.replace(counts, cached_counts(target))
             os.replace(scratch, target)
     return target
-
-
-def cache_folder() -> str:
-    """The user's cache folder for data sets."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "mesh_transformer", "datasets")
 
 
 def former_cached_name(path: str, seq: int, tokenizer: str | None) -> str:

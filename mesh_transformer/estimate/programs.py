@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from mesh_transformer import cache_folders
 from mesh_transformer.estimate.gpus import COMPILE_OPTIONS
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.train.step import peak_bytes
@@ -66,8 +67,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None
 
 def default_folder() -> Path:
     """mesh-transformer/preflight in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home, "mesh-transformer", "preflight")
+    return Path(cache_folders.own("preflight"))
 
 
 def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> Compiled:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mesh_transformer.cache_folders import data_sets
 from mesh_transformer.data import record_set
-from mesh_transformer.data.prepare import cache_folder
 from mesh_transformer.data.record_set import RecordSet
 from mesh_transformer.data.records import RecordReader, write_records
 from mesh_transformer.errors import UserError
@@ -73,7 +73,7 @@ def test_offsets_beside_the_file_are_used(paths, tmp_path):
         offsets_of(path).tofile(path + ".offsets")
     assert content(RecordSet(paths).read(range(9))) == [[k] * (k + 1) for k in range(9)]
     assert not (tmp_path / "cache").exists()
-    assert cache_folder().startswith(str(tmp_path))
+    assert data_sets().startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize("change", [lambda found: found[:-1], lambda found: found + 8, lambda found: found[:0]])

@@ -1,0 +1,30 @@
+"""The folders in which the commands keep what they can make again."""
+
+from __future__ import annotations
+
+import os
+
+
+def user_cache() -> str:
+    """The cache folder of this user: XDG_CACHE_HOME, or ~/.cache."""
+    return os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+
+
+def own(name: str) -> str:
+    """A folder of this program in the user's cache folder."""
+    return os.path.join(user_cache(), "mesh-transformer", name)
+
+
+def compiled_programs() -> str:
+    """The folder of JAX's compiled programs: JAX_COMPILATION_CACHE_DIR, or one of our own."""
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR", own("compiled"))
+
+
+def data_sets() -> str:
+    """The folder of tokenized text files."""
+    return os.path.join(user_cache(), "mesh_transformer", "datasets")
+
+
+def hugging_face() -> str:
+    """The folder of huggingface_hub, for its own variable HF_HOME."""
+    return os.path.expanduser(os.environ.get("HF_HOME") or os.path.join(user_cache(), "huggingface"))
