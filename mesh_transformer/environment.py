@@ -67,7 +67,7 @@ def check_python() -> None:
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
         raise UserError(
             f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: "
-            f"{_way_in(wrong_python=True)}"
+            f"{way_in(wrong_python=True)}"
         )
 
 
@@ -92,7 +92,7 @@ def not_installed(error: ModuleNotFoundError) -> str | None:
     name = (error.name or "").partition(".")[0]
     if not name or name == __package__ or name in sys.stdlib_module_names:
         return None
-    return f"the package {name} is not installed for {sys.executable}: {_way_in()}"
+    return f"the package {name} is not installed for {sys.executable}: {way_in()}"
 
 
 @contextmanager
@@ -151,13 +151,16 @@ def _interrupt_main_thread() -> None:
         _thread.interrupt_main()
 
 
-def _way_in(*, wrong_python: bool = False) -> str:
+def way_in(*, wrong_python: bool = False) -> str:
     """What to do, so that the commands find their packages, or a supported Python."""
     venv = os.path.join(CHECKOUT, ".venv")
     activate = os.path.join(venv, *(("Scripts", "activate") if os.name == "nt" else ("bin", "activate")))
     if os.path.exists(activate) and os.path.realpath(sys.prefix) != os.path.realpath(venv):
         shown = os.path.relpath(activate) if os.getcwd() == CHECKOUT else activate
         return f"run {shown if os.name == 'nt' else 'source ' + shown}"
+    if SHIPPED != CHECKOUT:
+        again = f"run pip install -r {os.path.join(SHIPPED, 'requirements.txt')}"
+        return f"install one, and {PROGRAM} into an environment of it" if wrong_python else again
     if wrong_python:
         return "install one, and run bash scripts/quickstart.sh"
     return "run pip install -r requirements.txt && pip install -e . --no-deps, or bash scripts/quickstart.sh"

@@ -4,6 +4,8 @@ On Linux, the kernel's estimate and the limits of control groups (cgroups, versi
 installed.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import re

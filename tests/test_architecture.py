@@ -46,6 +46,7 @@ RANKS = [
     {"runtime"},
     {"cloud"},
     {"cluster"},
+    {"doctor"},
     {"commands"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

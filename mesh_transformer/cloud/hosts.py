@@ -1,5 +1,7 @@
 """The hosts of a TPU: their addresses, the login on them, and the outcome of a command on each."""
 
+from __future__ import annotations
+
 import getpass
 import os
 from collections.abc import Sequence

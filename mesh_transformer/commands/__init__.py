@@ -30,6 +30,7 @@ COMMANDS = {
     "slim": "write only the parameters of a checkpoint",
     "to-hf": "convert a checkpoint to a Hugging Face folder",
     "from-hf": "convert a Hugging Face folder to a checkpoint",
+    "doctor": "say what this machine has and lacks for the commands, with the mend of each fault",
     "tpu": "create, list and delete Cloud TPU VMs, and run commands on their hosts",
 }
 """What each command does. The command `to-hf` is the function `main` of the module `to_hf`."""

@@ -202,10 +202,13 @@ def starting() -> None:
     logs.log.info("importing JAX")
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
+def run(main: Callable[[], int | None], *, any_python: bool = False) -> NoReturn:
     """Run an entry point and exit with its code: 0 by default, 2 for bad input, 1 for a failed run, 130 after Ctrl-C.
 
     An error is printed as one line, and so is a package that is not installed.
+
+    Args:
+        any_python: the entry point runs on versions of Python that are not supported, too.
     """
     collect_rarely()
     cpu_devices.give_threads()
@@ -213,7 +216,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     environment.handle_interrupts()
     try:
-        environment.check_python()
+        if not any_python:
+            environment.check_python()
         with environment.requirements():
             code = _explained(main) or 0
     except (UserError, RunError) as error:

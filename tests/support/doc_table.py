@@ -77,6 +77,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v3-8"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/bounds.py"): LIBTPU,
+    ("docs/install.md", "mesh-transformer doctor"): "prints facts of the machine",
     ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,
     ("docs/runs.md", "tensorboard "): CLIENT,
     ("docs/serve.md", "curl http://127.0.0.1:5000/v1/chat/completions"): CHAT,
@@ -86,7 +87,7 @@ NOT_RUN: dict[Entry, str] = {
 """Blocks that are not run, and the reason."""
 
 TEXT: dict[Entry, str] = {
-    ("docs/architecture.md", "accelerators, config, spec, families"): "the order of the layers",
+    ("docs/architecture.md", "accelerators, cache_folders, config"): "the order of the layers",
     ("docs/checkpoints.md", "runs/mine/"): "a tree of files",
     ("docs/checkpoints.md", "gptj/"): "a tree of files",
     ("docs/checkpoints.md", "gptj_hf/"): "a tree of files",
