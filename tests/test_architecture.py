@@ -67,6 +67,7 @@ ROOMS = {
         {"convert", "evaluation", "serving"},
         {"training"},
         {"preflight"},
+        {"new"},
     ],
     "cloud": [
         {"api", "archive", "hosts", "request", "shell"},

@@ -17,6 +17,7 @@ from mesh_transformer.environment import PROGRAM
 from mesh_transformer.runtime import cli
 
 COMMANDS = {
+    "new": "write the config of a run that fits a machine and a budget, from five answers",
     "train": "train or fine-tune on the devices of this machine, or of all processes of a job",
     "drive": "train on a TPU slice, a Ray cluster or several processes, from this driver",
     "sample": "sample from a model",

@@ -1,0 +1,311 @@
+"""From the answers to a config: the size, the tokens, the batch, the learning rate, and where each step takes place."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_transformer.config import ModelConfig, parse_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.new import data_set, rule, shapes
+from mesh_transformer.runtime.new.answers import Answers, Budget
+from mesh_transformer.runtime.new.data_set import BYTES_PER_TOKEN, DataSet
+from mesh_transformer.runtime.new.machine import Grouped, Machine, Placed
+
+# The checkpoints that a size names in a fine-tuning. EleutherAI's copy of the original's weights.
+PRETRAINED = {"6b": "hf://EleutherAI/gpt-j-6b"}
+BUDGET, DATA = "the budget", "the data"
+# of the tokenizer of GPT-2, in the config of 2021
+_GPT2_VOCAB = 50400
+_BYTES_VOCAB = 257
+# a run with fewer steps teaches nothing
+_FEWEST_STEPS = 20
+# the longest sequences of a fine-tuning on text, tokens
+_TUNE_SEQ = 2048
+# tensor parallelism in a search has up to so many devices, so that a step needs a sequence for each group of them
+_DEVICES_OF_A_SEQUENCE = 8
+_VALIDATIONS, _LONGEST_BETWEEN = 10, 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, and what is predicted of it.
+
+    Args:
+        parameters: of the model.
+        steps: of the run.
+        step_tokens: tokens of a step.
+        epochs: passes over the data; None: its length is not known.
+        chips: what is paid for.
+        checkpoint: where a fine-tuning starts; None: a new model.
+        limit: what limits the tokens: BUDGET or DATA.
+    """
+
+    answers: Answers
+    placed: Placed
+    grouped: Grouped
+    parameters: int
+    steps: int
+    step_tokens: int
+    epochs: float | None
+    chips: int
+    checkpoint: str | None
+    limit: str
+
+    @property
+    def tokens(self) -> int:
+        """Of the run."""
+        return self.steps * self.step_tokens
+
+    @property
+    def hours(self) -> float:
+        """Of the run, without compilation, validations and saves."""
+        return self.steps * self.placed.step_s / 3600
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A model on a data set and a machine.
+
+    Args:
+        tuned: whether the model is trained already.
+        seq: length of a sequence, tokens.
+        most_tokens: what the data gives; None: unknown.
+    """
+
+    answers: Answers
+    machine: Machine
+    data: DataSet
+    model: ModelConfig
+    tokenizer: str | None
+    tuned: bool
+    seq: int
+    most_tokens: float | None
+
+    @property
+    def parameters(self) -> int:
+        return shapes.parameters(self.model)
+
+    @property
+    def sized(self) -> bool:
+        """Whether the answer names this model, and no other will do."""
+        return self.tuned or shapes.parse(self.answers.model).shape is not None
+
+    @property
+    def enough(self) -> float:
+        """The tokens that the model needs."""
+        if self.tuned:
+            return _FEWEST_STEPS * self.seq
+        return rule.tokens_for(self.parameters)
+
+    def sequences(self, tokens: float) -> int:
+        """Of a step in a run of so many tokens: a power of two, so that many meshes divide it."""
+        if self.tuned:
+            wanted = rule.tuning_batch_tokens(tokens)
+        else:
+            wanted = rule.batch_tokens(self.parameters, tokens, self.model.n_vocab)
+        least = max(1, self.machine.devices // _DEVICES_OF_A_SEQUENCE)
+        return max(1 << max(0, round(math.log2(wanted / self.seq))), 1 << (least - 1).bit_length())
+
+    def draft(self, sequences: int) -> Grouped:
+        """The config without what depends on the time of a step."""
+        data: dict[str, Any] = {"train_set": self.data.path}
+        if self.data.val_path is not None:
+            data["val_set"] = {"val": self.data.val_path}
+        if self.tokenizer is not None:
+            data["tokenizer"] = self.tokenizer
+        if self.seq != self.model.seq:
+            data["seq"] = self.seq
+        return {
+            "model": {"family": self.model.family, **self.model.model_dump(mode="json", exclude_defaults=True)},
+            "optimizer": {},
+            "data": {**data, "batch_size": sequences},
+        }
+
+
+def make(answers: Answers, machine: Machine, name: str) -> Plan:
+    """The plan of a run.
+
+    Args:
+        name: of the run.
+
+    Raises:
+        UserError: the model or the data is unknown, nothing fits the machine, or the budget is too small; the message
+            says what would do.
+    """
+    data = data_set.find(answers.data)
+    cases = _tuned(answers, machine, data) if answers.goal == "tune" else _trained(answers, machine, data)
+    refused: list[str] = []
+    for case, checkpoint in cases:
+        try:
+            return _planned(case, checkpoint, name)
+        except _TooSmall as fault:
+            refused.append(str(fault))
+    # the last case is the smallest model
+    raise UserError(refused[-1])
+
+
+class _TooSmall(Exception):
+    """The machine or the budget is too small for a model: says what would do."""
+
+
+def _trained(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tuple[_Case, None]]:
+    """The models that may be trained, largest first: one, if the answer names a size."""
+    family, chosen = shapes.parse(answers.model)
+    n_vocab = data.n_vocab or (_BYTES_VOCAB if data.text else _GPT2_VOCAB)
+    in_data = data.tokens(bytes_per_token=1.0)
+    most = None if in_data is None else rule.MOST_EPOCHS * in_data
+    for shape in (chosen,) if chosen else shapes.SHAPES[::-1]:
+        seq = shape.seq if data.record_tokens is None else data.record_tokens - 1
+        model = parse_config({"model": shapes.model_values(family, shape, n_vocab, seq)}).model
+        tokenizer = "bytes" if data.text else None
+        case = _Case(answers, machine, data, model, tokenizer, False, seq, most)
+        # not worth a search; the smallest is always tried
+        if chosen or shape is shapes.SHAPES[0] or _may_do(case):
+            yield case, None
+
+
+def _tuned(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tuple[_Case, str]]:
+    """The model of the checkpoint."""
+    if known := PRETRAINED.get(answers.model.lower()):
+        shape = shapes.SIZES[answers.model.lower()]
+        values, checkpoint = shapes.model_values("gptj", shape, _GPT2_VOCAB, None), known
+    elif answers.model.lower() in shapes.SIZES:
+        raise UserError(
+            f"model {answers.model}: to tune, name a checkpoint or hf://ORG/NAME; the size {' or '.join(PRETRAINED)} "
+            "alone names GPT-J's"
+        )
+    else:
+        # it reads tensors' names with JAX
+        from mesh_transformer.runtime.session.weights import recorded_model_of
+
+        values, checkpoint = recorded_model_of(answers.model), answers.model
+    model = parse_config({"model": values}).model
+    seq = min(model.seq, _TUNE_SEQ) if data.record_tokens is None else data.record_tokens - 1
+    in_data = data.tokens(BYTES_PER_TOKEN if model.n_vocab > _BYTES_VOCAB else 1.0)
+    most = None if in_data is None else rule.TUNE_EPOCHS * in_data
+    yield _Case(answers, machine, data, model, None, True, seq, most), checkpoint
+
+
+def _may_do(case: _Case) -> bool:
+    """Whether a model may get its tokens from the budget and the data, at the best speed."""
+    budget = case.answers.budget
+    enough = case.most_tokens is None or case.most_tokens >= case.enough
+    return enough and _at_speed(budget, case.machine.flops / (6 * case.parameters)) >= case.enough
+
+
+def _at_speed(budget: Budget, tokens_per_s: float) -> float:
+    """The tokens of a budget."""
+    if budget.hours is not None:
+        return 3600 * budget.hours * tokens_per_s
+    return budget.tokens or 0.0
+
+
+def _planned(case: _Case, checkpoint: str | None, name: str) -> Plan:
+    budget, most = case.answers.budget, case.most_tokens or math.inf
+    sequences = case.sequences(min(_at_speed(budget, case.machine.flops / (6 * case.parameters)), most))
+    placed = _placed(case, sequences)
+    in_budget = _at_speed(budget, sequences * case.seq / placed.step_s)
+    # the batch follows from the tokens, which the speed gives
+    if (fewer := case.sequences(min(in_budget, most))) < sequences:
+        sequences, placed = fewer, _placed(case, fewer)
+        in_budget = _at_speed(budget, sequences * case.seq / placed.step_s)
+    tokens, step_tokens = min(in_budget, most), sequences * case.seq
+    steps = int(tokens / step_tokens)
+    _check(case, in_budget, steps, step_tokens, placed.step_s)
+    epochs = rule.TUNE_EPOCHS if case.tuned else rule.MOST_EPOCHS
+    return Plan(
+        answers=case.answers,
+        placed=placed,
+        grouped=_completed(case, placed, steps, step_tokens, name),
+        parameters=case.parameters,
+        steps=steps,
+        step_tokens=step_tokens,
+        epochs=None if case.most_tokens is None else tokens / most * epochs,
+        chips=case.machine.chips,
+        checkpoint=checkpoint,
+        limit=BUDGET if tokens == in_budget else DATA,
+    )
+
+
+def _placed(case: _Case, sequences: int) -> Placed:
+    """A step of so many sequences on the machine.
+
+    Raises:
+        _TooSmall: the model does not fit.
+    """
+    draft = case.draft(sequences)
+    placed = case.machine.place(draft)
+    if placed is None and case.sized:
+        # half of the optimizer's state; a smaller model is not asked for
+        placed = case.machine.place({**draft, "optimizer": {"moments_dtype": "bfloat16"}})
+    if placed is None:
+        remedies = case.machine.remedies(draft)
+        would = f"; it would with {' or '.join(remedies)}" if remedies else ""
+        raise _TooSmall(f"{_described(case)} does not fit {case.machine.name}{would}")
+    return placed
+
+
+def _check(case: _Case, in_budget: float, steps: int, step_tokens: int, step_s: float) -> None:
+    """Refuse a budget that is too small for the model.
+
+    Raises:
+        _TooSmall: it is too small.
+    """
+    # a size that is asked for may have fewer tokens than the rule says; the head of the config says so
+    needed = _FEWEST_STEPS * step_tokens if case.sized else min(case.enough, case.most_tokens or math.inf)
+    if in_budget < needed:
+        hours = math.ceil(needed / step_tokens) * step_s / 3600
+        why = f" ({rule.TOKENS_PER_PARAMETER} for each parameter)" if needed == case.enough and not case.sized else ""
+        raise _TooSmall(
+            f"the budget is too small: {_described(case)} needs {_number(needed)} tokens{why}, which take "
+            f"{hours:,.2g} hours on {case.machine.name}: give a larger --budget or faster hardware"
+        )
+    if steps < _FEWEST_STEPS:
+        raise _TooSmall(f"the data is too small: {case.data.path} gives {steps} steps; {_FEWEST_STEPS} are needed")
+
+
+def _completed(case: _Case, placed: Placed, steps: int, step_tokens: int, name: str) -> Grouped:
+    """The config with its schedule and its files."""
+    rate = rule.learning_rate(case.parameters)
+    if case.tuned:
+        rate, end = rule.TUNE_SHARE * rate, rule.TUNE_END_SHARE
+        warm_up = max(1, round(rule.TUNE_WARM_UP_SHARE * steps))
+        rest: dict[str, Any] = {}
+    else:
+        end, warm_up, rest = rule.END_SHARE, rule.warm_up_steps(steps, step_tokens), {"b2": 0.95}
+    every = min(_LONGEST_BETWEEN, max(1, steps // _VALIDATIONS))
+    optimizer = {
+        "lr": _rounded(rate),
+        "end_lr": _rounded(end * rate),
+        "warmup_steps": warm_up,
+        "anneal_steps": steps - warm_up,
+        "total_steps": steps,
+        "weight_decay": 0.1,
+        **rest,
+    }
+    data = {"shuffle": True, "val_batches": 20 if case.data.val_path else 0, "val_every": every}
+    return {
+        **placed.grouped,
+        "optimizer": {**optimizer, **placed.grouped["optimizer"]},
+        "data": {**placed.grouped["data"], **data},
+        "checkpoint": {"model_dir": f"runs/{name}", "ckpt_every": every},
+        "logging": {"name": name},
+    }
+
+
+def _described(case: _Case) -> str:
+    return f"a {case.model.family} model of {_number(case.parameters)} parameters"
+
+
+def _rounded(value: float) -> float:
+    """Two significant digits."""
+    return float(f"{value:.1e}")
+
+
+def _number(value: float) -> str:
+    """Three significant digits: 163M, 3.25B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,121 @@
+"""The config of a plan as text, with comments, and the commands that come next."""
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator
+
+from mesh_transformer import environment
+from mesh_transformer.estimate.prediction import FORMULA_MEMORY
+from mesh_transformer.runtime.new import rule
+from mesh_transformer.runtime.new.answers import CPU
+from mesh_transformer.runtime.new.machine import FORMULA_SOURCE
+from mesh_transformer.runtime.new.plan import DATA, Plan
+
+_WIDTH = 110
+# comments above a field: of any run, and of a training and a fine-tuning
+_FIELDS = {
+    "mesh.fsdp": "devices that split the batch, the weights and the optimizer's state",
+    "mesh.tp": "devices that split each layer",
+    "mesh.shard_activations": "they also split the positions between the blocks",
+    "compute.remat": "what the backward pass computes again, to save memory",
+    "optimizer.moments_dtype": "in float32 the optimizer's state does not fit",
+    "optimizer.total_steps": "a run that is longer needs a longer anneal_steps too",
+    "data.batch_size": "sequences of a microbatch, on all devices together",
+    "data.val_batches": "no validation set was found beside the data: name one as val_set, and set this to 20",
+    "data.tokenizer": "each byte is a token; for the tokens of another tokenizer: mesh-transformer prepare",
+    "checkpoint.model_dir": "checkpoints, metrics and plots; the same command resumes from its newest checkpoint",
+}
+_TRAIN = {
+    "optimizer.lr": "GPT-3's table 2.1 (arXiv:2005.14165), between the sizes by their logarithms; a tenth at the end",
+    "optimizer.warmup_steps": "GPT-3's 375M tokens, and at most 5% of the steps",
+    "optimizer.anneal_steps": "the decay ends with the run (Hoffmann et al. 2022)",
+    "optimizer.gradient_accumulation_steps": "microbatches of a step. A step has a quarter of the critical batch size "
+    "(McCandlish et al. 2018, arXiv:1812.06162), or less, so that there are about 1,000 steps",
+}
+_TUNE = {
+    "optimizer.lr": "0.4 of the learning rate of a training of this size, as in configs/6B_finetune_v3-8.json",
+    "optimizer.warmup_steps": "a tenth of the steps",
+    "optimizer.gradient_accumulation_steps": "microbatches of a step. A step has about 32,768 tokens, or less, so that "
+    "there are about 50 steps",
+}
+
+
+def config_text(plan: Plan, command: str, price: float | None) -> str:
+    """The file. Its lines that begin with // are comments.
+
+    Args:
+        command: what the user may repeat.
+        price: of a chip for an hour; None: unknown.
+    """
+    lines = [*_head(plan, command, price), "{"]
+    groups = {group: values for group, values in plan.grouped.items() if values}
+    for number, (group, values) in enumerate(groups.items(), 1):
+        lines.append(f'  "{group}": {{')
+        for place, (field, value) in enumerate(values.items(), 1):
+            lines += _wrapped(_comment(plan, f"{group}.{field}", value), "    ")
+            lines.append(f'    "{field}": {json.dumps(value)}{"," if place < len(values) else ""}')
+        lines.append("  }" + ("," if number < len(groups) else ""))
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def next_commands(plan: Plan, path: str) -> list[str]:
+    """What the user may run next."""
+    tune = ["--tune-model-path", plan.checkpoint] if plan.checkpoint else []
+    kind = plan.answers.hardware
+    judge = [] if kind == CPU else [("preflight", ["--config", path, "--tpu" if "-" in kind else "--gpu", kind])]
+    train = ("train", ["--config", path, *tune])
+    sample = ("sample", ["--ckpt", plan.grouped["checkpoint"]["model_dir"], "--prompt", "Hello"])
+    return [f"{environment.command_line(name)} {shlex.join(words)}" for name, words in (*judge, train, sample)]
+
+
+def summary(plan: Plan, price: float | None) -> list[str]:
+    """What is predicted of the run, in sentences."""
+    return [_time(plan, price), _memory(plan), _tokens(plan)]
+
+
+def _head(plan: Plan, command: str, price: float | None) -> Iterator[str]:
+    verb = "fine-tunes" if plan.checkpoint else "trains"
+    what = plan.checkpoint or f"a {plan.grouped['model']['family']} model"
+    yield from _wrapped(f"This run {verb} {what} of {plan.parameters:,} parameters on {plan.answers.hardware}.", "")
+    for line in summary(plan, price):
+        yield from _wrapped(line, "")
+    yield from _wrapped(f"Written by: {command}", "")
+
+
+def _time(plan: Plan, price: float | None) -> str:
+    of_chips = plan.chips * plan.hours
+    steps = f"{plan.steps:,} steps of {plan.placed.step_s:.3g} s, {plan.hours:,.3g} hours"
+    cost = "" if plan.answers.hardware == CPU else f", {of_chips:,.3g} chip hours"
+    cost += "" if price is None else f", which cost {of_chips * price:,.2f}"
+    return f"Predicted by {plan.placed.source}: {steps}{cost}. Compilation, validations and saves are not in it."
+
+
+def _memory(plan: Plan) -> str:
+    placed = plan.placed
+    close = placed.source == FORMULA_SOURCE and placed.peak_gib * (1 + FORMULA_MEMORY) > placed.usable_gib
+    warning = f" The closed form errs by up to {FORMULA_MEMORY:.0%}: only the compiler can say whether this fits."
+    return f"Memory of a device: {placed.peak_gib:.2f} of {placed.usable_gib:.2f} GiB.{warning * close}"
+
+
+def _tokens(plan: Plan) -> str:
+    text = f"Tokens: {plan.tokens:,}, limited by {plan.limit}"
+    if not plan.checkpoint:
+        ratio = plan.tokens / plan.parameters
+        text += f": {ratio:.3g} for each parameter, where Hoffmann et al. 2022 (arXiv:2203.15556) found about "
+        text += f"{rule.TOKENS_PER_PARAMETER} best"
+        if ratio < rule.TOKENS_PER_PARAMETER / 2:
+            text += f"; {'more data' if plan.limit == DATA else 'a smaller model'} would give a lower loss"
+    return text + ("." if plan.epochs is None else f". They are {plan.epochs:.2g} passes over the data.")
+
+
+def _comment(plan: Plan, field: str, value: object) -> str:
+    if field == "data.val_batches" and value:
+        return ""
+    return {**_FIELDS, **(_TUNE if plan.checkpoint else _TRAIN)}.get(field, "")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """The lines of a comment; none for an empty text."""
+    begin = f"{indent}// "
+    return textwrap.wrap(text, _WIDTH, initial_indent=begin, subsequent_indent=begin, break_on_hyphens=False)

@@ -1,0 +1,233 @@
+"""`mesh-transformer new`: its rule against the figures of the papers, the configs that it writes, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import REPO
+
+from mesh_transformer.commands import new
+from mesh_transformer.config import Config, load_config
+from mesh_transformer.data.records import write_records
+from mesh_transformer.errors import UserError
+from mesh_transformer.estimate.closed_form import estimate
+from mesh_transformer.estimate.overlap import resolve
+from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
+from mesh_transformer.runtime.new import answers, machine, rule, shapes
+
+# Hoffmann et al. 2022, table 3: parameters, operations, tokens
+CHINCHILLA = [(400e6, 1.92e19, 8.0e9), (1e9, 1.21e20, 20.2e9), (10e9, 1.23e22, 205.1e9), (67e9, 5.76e23, 1.5e12)]
+# Brown et al. 2020, table 2.1: parameters, tokens of a batch, learning rate; each model saw 300B tokens
+GPT3 = [
+    (125e6, 0.5e6, 6e-4), (350e6, 0.5e6, 3e-4), (760e6, 0.5e6, 2.5e-4), (1.3e9, 1e6, 2e-4), (2.7e9, 1e6, 1.6e-4),
+    (6.7e9, 2e6, 1.2e-4), (13e9, 2e6, 1e-4), (175e9, 3.2e6, 0.6e-4),
+]  # fmt: skip
+GPT3_TOKENS, GPT3_VOCAB = 300e9, 50257
+SEQ = 256
+
+
+@pytest.mark.parametrize(("parameters", "flops", "tokens"), CHINCHILLA)
+def test_tokens_and_operations_are_those_of_chinchilla(parameters: float, flops: float, tokens: float) -> None:
+    # the table's ratio is 20 to 22.4
+    assert rule.tokens_for(parameters) == pytest.approx(tokens, rel=0.11)
+    # the table rounds its tokens
+    assert rule.training_flops(parameters, tokens) == pytest.approx(flops, rel=0.05)
+    # the root of the errors above
+    assert rule.parameters_for(flops) == pytest.approx(parameters, rel=0.06)
+
+
+@pytest.mark.parametrize(("parameters", "batch", "rate"), GPT3)
+def test_batches_and_learning_rates_are_those_of_gpt3(parameters: float, batch: float, rate: float) -> None:
+    # the table has four values for eight sizes
+    assert 0.5 <= rule.batch_tokens(parameters, GPT3_TOKENS, GPT3_VOCAB) / batch <= 2
+    assert rule.learning_rate(parameters) == pytest.approx(rate)
+
+
+def test_the_critical_batch_size_is_that_of_kaplan() -> None:
+    """2e8 tokens at a loss of 1 nat; with each factor 2 ** 0.21 of the loss, half of it (equation 1.4)."""
+    assert rule.critical_batch(1.0) == 2e8
+    assert rule.critical_batch(3.0 * 2**0.21) == pytest.approx(rule.critical_batch(3.0) / 2)
+
+
+def test_a_learning_rate_between_two_sizes_lies_between_theirs() -> None:
+    assert 3e-4 < rule.learning_rate(200e6) < 6e-4
+    assert rule.learning_rate(1e3) == 4e-3
+    assert rule.learning_rate(1e15) == 6e-5
+
+
+def test_a_gated_layer_has_the_parameters_of_a_plain_one() -> None:
+    sizes = {}
+    for family in ("gptj", "llama"):
+        chosen = shapes.parse(f"{family}:350M")
+        assert chosen.shape is not None
+        values = shapes.model_values(family, chosen.shape, 50257, None)
+        sizes[family] = shapes.parameters(machine.parse_config({"model": values}).model)
+    assert sizes["llama"] == pytest.approx(sizes["gptj"], rel=0.02)
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Runs the command, and loads the config that it wrote."""
+    monkeypatch.chdir(tmp_path)
+    # the compiler takes minutes
+    monkeypatch.setattr(machine, "_compiles", lambda target: False)
+    monkeypatch.setattr(machine, "_measured_flops", lambda: 50e9)
+    records("big", tokens=10**12)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/train.txt").write_text("To be, or not to be. " * 50_000)
+    (tmp_path / "small/val.txt").write_text("To be, or not to be. " * 100)
+
+    def run(goal: str, model: str, data: str, hardware: str, budget: str, *more: str, name: str = "mine") -> Config:
+        given = ["--goal", goal, "--model", model, "--data", data, "--hardware", hardware, "--budget", budget]
+        assert new.main([name, *given, *more]) == 0
+        return load_config(f"{name}.json")
+
+    return run
+
+
+def records(folder: str, tokens: int, n_vocab: int = 50257) -> None:
+    """A data set of four records, whose manifest promises many tokens."""
+    Path(folder).mkdir()
+    write_records(f"{folder}/train_0.tfrecords", [np.arange(SEQ + 1)] * 4)
+    Path(folder, "train.index").write_text("train_0.tfrecords\n")
+    Path(folder, "manifest.json").write_text(json.dumps({"n_vocab": n_vocab, "train": {"tokens": tokens}}))
+
+
+CASES = [
+    ("train", "llama", "v3-8", "6h", tpu_target("v3-8")),
+    ("train", "gptj", "h100", "24h", gpu_target("h100")),
+    ("tune", "6B", "v3-8", "2h", tpu_target("v3-8")),
+    ("tune", "6B", "h100", "2h", gpu_target("h100")),
+    ("train", "70M", "v6e-1", "1B", tpu_target("v6e-1")),
+]
+
+
+@pytest.mark.parametrize(("goal", "model", "hardware", "budget", "target"), CASES, ids=lambda one: str(one)[:8])
+def test_the_config_fits_and_takes_the_budget(
+    goal: str, model: str, hardware: str, budget: str, target: Target, write: Callable[..., Config]
+) -> None:
+    config = write(goal, model, "big", hardware, budget)
+    resolved = resolve(config, target.n_devices, target.accelerator)
+    needs = estimate(resolved, target.n_devices, target.accelerator)
+    assert needs.gib <= target.accelerator.usable_gib
+    shape = config.check_devices(target.n_devices)
+    tokens = config.microbatch(shape) * config.optimizer.gradient_accumulation_steps * config.seq
+    steps = config.optimizer.total_steps
+    if (asked := answers.budget(budget)).hours is None:
+        assert steps * tokens == pytest.approx(asked.tokens, rel=1e-3)
+    else:
+        assert steps * needs.seconds / 3600 == pytest.approx(asked.hours, rel=1e-3)
+    if model in shapes.DENSE:
+        # the next size of the table is at most twice as large
+        assert 20 <= steps * tokens / shapes.parameters(config.model) < 80
+    assert config.optimizer.warmup_steps + config.optimizer.anneal_steps == steps
+
+
+def test_a_tuning_begins_with_the_checkpoint(write: Callable[..., Config], capsys: pytest.CaptureFixture) -> None:
+    write("tune", "6B", "big", "v3-8", "1h")
+    shown = capsys.readouterr().out
+    assert " --config mine.json --tune-model-path hf://EleutherAI/gpt-j-6b" in shown
+    assert " --ckpt runs/mine --prompt Hello" in shown
+    # the learning rate of configs/6B_finetune_v3-8.json
+    assert load_config("mine.json").optimizer.lr == 5e-5
+
+
+def test_text_on_a_cpu(write: Callable[..., Config]) -> None:
+    config = write("train", "gptj", "small", "cpu", "20h")
+    assert (config.data.tokenizer, config.model.n_vocab) == ("bytes", 257)
+    assert config.data.val_set == {"val": "small/val.txt"}
+    tokens = config.optimizer.total_steps * (config.data.batch_size or 0) * config.seq
+    # a million bytes: four passes, although the hours would give more
+    assert tokens == pytest.approx(4 * 21 * 50_000, rel=1e-3)
+
+
+def test_the_head_predicts_time_and_cost(write: Callable[..., Config]) -> None:
+    write("train", "70M", "big", "v3-8", "2h", "--price", "2.5")
+    text = Path("mine.json").read_text()
+    head = " ".join(line.removeprefix("// ") for line in text.partition("{")[0].splitlines())
+    # four chips, two hours
+    assert "2 hours, 8 chip hours, which cost 20.00" in head
+    assert "by the closed form of preflight" in head
+    assert "mesh-transformer new mine --goal train --model 70M" in head
+    comments = [line for line in text.splitlines() if line.lstrip().startswith("//")]
+    assert any("arXiv:1812.06162" in line for line in comments)
+
+
+REFUSED = [
+    (("train", "gptj", "big", "v3-9", "1h"), "v3-9"),
+    (("train", "gptj", "big", "2xv5e-16", "1h"), "several slices"),
+    (("train", "gptj", "big", "rtx", "1h"), "a100 or h100 or h200"),
+    (("train", "gptj", "nowhere", "v3-8", "1h"), "data set not found"),
+    (("train", "gptj", "hf://datasets/a/b", "v3-8", "1h"), "prepare it first"),
+    (("train", "gptk", "big", "v3-8", "1h"), "unknown; give a family"),
+    (("train", "mixtral", "big", "v3-8", "1h"), "it has experts"),
+    (("train", "llama:7B", "big", "v3-8", "1h"), "unknown size"),
+    (("tune", "125M", "big", "v3-8", "1h"), "name a checkpoint"),
+    (("train", "gptj", "big", "v3-8", "1 week"), "budget '1 week'"),
+    (("train", "gptj", "big", "v3-8", "0h"), "budget '0h'"),
+    (("train", "gptj", "big", "v3-8", "1M"), "the budget is too small: .* needs 2.*M tokens .20 for each"),
+    (("train", "gptj", "big", "cpu", "1min"), "which take .* hours on cpu"),
+    (("train", "13B", "big", "v5e-1", "1h"), "does not fit v5e-1; it would with .*v5e-"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda one: " ".join(one) if isinstance(one, tuple) else "")
+def test_what_is_refused(given: tuple[str, ...], message: str, write: Callable[..., Config]) -> None:
+    with pytest.raises(UserError, match=message):
+        write(*given)
+    assert not Path("mine.json").exists()
+
+
+def test_a_name_that_exists_is_refused(write: Callable[..., Config]) -> None:
+    answer = ("train", "tiny", "small", "cpu", "1h")
+    write(*answer)
+    with pytest.raises(UserError, match="mine.json exists: give another NAME, or --overwrite"):
+        write(*answer)
+    write(*answer, "--overwrite")
+    Path("runs/other").mkdir(parents=True)
+    with pytest.raises(UserError, match="would resume from it"):
+        write(*answer, name="other")
+    with pytest.raises(UserError, match="expected letters"):
+        write(*answer, name="../mine")
+
+
+def test_questions_are_asked_until_they_are_answered(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    replies = iter(["teach", "train", "tiny", "small", "v3-9", "cpu", "10min"])
+    monkeypatch.setattr("builtins.input", lambda question: next(replies))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert new.main(["asked"]) == 0
+    shown = capsys.readouterr().out
+    assert "goal 'teach': expected train" in shown
+    assert "hardware 'v3-9': unknown TPU type" in shown
+    assert next(replies, None) is None
+    assert load_config("asked.json").logging.name == "asked"
+
+
+def test_without_a_terminal_the_answers_are_options(write: Callable[..., Config]) -> None:
+    with pytest.raises(UserError, match="no terminal to ask on: give --data DATA --budget BUDGET"):
+        new.main(["mine", "--goal", "train", "--model", "tiny", "--hardware", "cpu"])
+
+
+def test_bad_answers_end_before_jax_is_imported(tmp_path: Path) -> None:
+    given = ["new", "mine", "--hardware", "v3-9"]
+    program = "import sys; from mesh_transformer.__main__ import run; run()"
+    code = f"import atexit, sys; atexit.register(lambda: print('jax' in sys.modules)); {program}"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *given],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == "False\n"
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: hardware 'v3-9': unknown TPU type")
