@@ -1,4 +1,4 @@
-"""`mesh-transformer new`: its rule against the figures of the papers, the configs that it writes, and what it refuses."""
+"""`mesh-transformer new`: its rule against the figures of papers, the configs that it writes, and what it refuses."""
 
 import json
 import os
