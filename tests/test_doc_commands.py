@@ -22,6 +22,7 @@ SECONDS = {
     "docs/evaluate.md": 35,
     "docs/experts.md": 25,
     "docs/finetune.md": 60,
+    "docs/install.md": 40,
     "docs/library.md": 10,
     "docs/parallelism.md": 150,
     "docs/preflight.md": 5,

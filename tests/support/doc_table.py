@@ -117,6 +117,7 @@ SHORTER: dict[Entry, str] = {
     ("*", "bash scripts/quickstart.sh"): STEPS,
     ("README.md", "python device_train.py --config configs/tiny_shakespeare.json --set optimizer.lr=1e-3"): STEPS,
     ("README.md", "python train.py --processes 2"): STEPS,
+    ("docs/install.md", "mesh-transformer train"): STEPS,
 }
 """Arguments that are appended to commands that would compute for minutes; what the page says about the result holds for
 any number of steps."""
