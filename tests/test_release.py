@@ -91,6 +91,8 @@ def test_the_notes_have_the_section_figures_installation_and_authors(repo: Path,
     assert release(repo, checkout, "notes", "--notes", ".git/notes.md", "--tag").returncode == 0
     assert (checkout / ".git/notes.md").read_text() == expected
     assert git(checkout, "tag", "--list", "v1.0.0", "--format=%(contents)").strip() == expected.strip()
+    # the notes of a tag that exists are the same, but the tag is not made twice
+    assert release(repo, checkout, "notes").stdout == expected
     again = release(repo, checkout, "notes", "--tag")
     assert (again.returncode, again.stdout) == (2, "")
     assert "already exists" in again.stderr
