@@ -4,6 +4,7 @@ The shell differs from a reader's in few ways, all stated here and in `doc_table
 
 - `python` is the tests' environment, and `scripts/venv.sh` in the clone is a stand-in that links `.venv` to it, because
   an installation takes minutes and needs a package index;
+- `mesh-transformer` is `python -m mesh_transformer`, so that the package of the clone runs, not an installed one;
 - a server runs beside the commands after it until the page ends or starts another one. Then it gets SIGINT, as by
   Ctrl-C, and has to end with exit code 0. It has a free port instead of 5000;
 - `curl` fails if the server answers with an error;
@@ -28,7 +29,8 @@ PORT = "5000"
 READY_SECONDS = 240
 # what a training prints that finds a finished run in its folder
 NOTHING = "the run is complete"
-_SERVER = "python device_serve.py"
+_COMMAND, _MODULE = "mesh-transformer ", "python -m mesh_transformer "
+_SERVERS = ("python device_serve.py", f"{_MODULE}serve")
 _FUNCTIONS = f"""
 export PATH="{Path(sys.executable).parent}:$PATH"
 server=
@@ -100,10 +102,11 @@ def _step(block: Block, log: Path, port: str) -> str:
         log.with_suffix(".file").write_text(f"{block.text}\n")
         return f'cp "{log}.file" "{block.name}" && echo 0 >"{log}.code"'
     text = f"{block.text} {shorter(block)}".rstrip().replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{port}")
+    text = text.replace(_COMMAND, _MODULE)
     if block.kind == "python":
         log.with_suffix(".py").write_text(text)
         text = f'python - <"{log}.py"'
-    if text.startswith(_SERVER):
+    if text.startswith(_SERVERS):
         return (
             f'stop_server "{log}" || exit\n{text} --port {port} >"{log}" 2>&1 &\nserver=$!\n'
             f'wait_until_ready "{log}" || exit\necho 0 >"{log}.code"'

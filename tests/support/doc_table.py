@@ -28,14 +28,12 @@ NOT_RUN: dict[Entry, str] = {
     ("*", "python tpu_utils.py "): CLOUD,
     ("*", "python train.py --tpu "): CLOUD,
     ("*", "python train.py --ray-address "): CLUSTER,
+    ("*", "mesh-transformer drive --tpu "): CLOUD,
+    ("*", "mesh-transformer drive --ray-address "): CLUSTER,
     ("*", "python -m pytest "): TESTS,
     ("*", "bash scripts/test.sh"): TESTS,
-    ("README.md", "python create_finetune_tfrecords.py my_texts/"): f"{HUB}: GPT-2's tokenizer",
-    ("README.md", "python device_train.py --config configs/6B_finetune_v3-8.json"): HUB,
-    ("README.md", "python device_sample.py --ckpt hf://"): HUB,
-    ("README.md", "python eval_harness.py --config configs/6B_roto_256.json"): WEIGHTS,
-    ("README.md", "python resharding_example.py --config C"): PATTERN,
-    ("README.md", "python from_hf_weights.py --input hf://"): HUB,
+    ("README.md", "mesh-transformer sample --ckpt hf://"): HUB,
+    ("README.md", "mesh-transformer evaluate --ckpt hf://"): HUB,
     ("CONTRIBUTING.md", "bash .ci/run"): TESTS,
     ("CONTRIBUTING.md", ".venv-tpu/bin/python -m pytest"): LIBTPU,
     ("CONTRIBUTING.md", "python scripts/mutants.py"): TESTS,
@@ -76,6 +74,8 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/parallelism.md", "python benchmarks/parallel.py"): BENCHMARK,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v3-8"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
+    ("docs/preflight.md", "python preflight.py --config configs/6B_roto_256.json --tpu v3-8"): LIBTPU,
+    ("docs/preflight.md", "python scripts/readme_table.py"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/bounds.py"): LIBTPU,
     ("docs/install.md", "mesh-transformer doctor"): "prints facts of the machine",
     ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,
@@ -115,8 +115,8 @@ AGAIN: dict[Entry, str] = {("docs/finetune.md", "the run is complete"): "a secon
 STEPS = "--set optimizer.total_steps=20 --set data.val_batches=2"
 SHORTER: dict[Entry, str] = {
     ("*", "bash scripts/quickstart.sh"): STEPS,
-    ("README.md", "python device_train.py --config configs/tiny_shakespeare.json --set optimizer.lr=1e-3"): STEPS,
-    ("README.md", "python train.py --processes 2"): STEPS,
+    ("README.md", "mesh-transformer train --config tiny_shakespeare"): STEPS,
+    ("README.md", "mesh-transformer drive --processes 2"): STEPS,
     ("docs/install.md", "mesh-transformer train"): STEPS,
 }
 """Arguments that are appended to commands that would compute for minutes; what the page says about the result holds for

@@ -1,0 +1,50 @@
+"""The README's table of slices."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import readme_table
+
+ROW = {
+    "slice": "v3-32",
+    "mesh": {"pp": 1, "dp": 2, "fsdp": 4, "ep": 1, "cp": 1, "tp": 4},
+    "sequences": 64,
+    "step_s": 4.056,
+    "tokens_per_s": 32000.0,
+    "mfu": 0.6214,
+    "peak_gib": 9.84,
+    "usable_gib": 15.48,
+    "estimate": "cycles",
+    "best": True,
+}
+
+
+def test_the_table_is_that_of_the_kept_lines(repo: Path) -> None:
+    page, rows = (repo / "README.md").read_text(), readme_table.rows_of(readme_table.LINES.read_text())
+    assert readme_table.render(page, rows) == page, "run python scripts/readme_table.py"
+    assert rows == readme_table.kept(rows)
+    assert len(rows) > 5
+
+
+def test_the_figures_of_a_row() -> None:
+    # 16 chips for 10^9 / 32,000 seconds
+    expected = "| v3-32 | `dp` 2, `fsdp` 4, `tp` 4 | 64 | 4.06 s | 32,000 | 62% | 9.8 of 15.5 | 139 |\n"
+    assert readme_table.table([ROW]) == readme_table.HEAD + expected
+    assert "| 4.06 s (formula) |" in readme_table.table([ROW | {"estimate": "formula"}])
+
+
+def test_the_newest_best_program_of_a_slice_is_kept() -> None:
+    names = ("v5e-256", "v3-32", "v5e-8")
+    old, new = ([ROW | {"slice": name, "step_s": time} for name in names] for time in (2.0, 1.0))
+    found = readme_table.kept([*old, *new, ROW | {"best": False, "step_s": 0.5}])
+    assert [(row["slice"], row["step_s"]) for row in found] == [("v3-32", 1.0), ("v5e-8", 1.0), ("v5e-256", 1.0)]
+
+
+@pytest.mark.parametrize("before", ["", "| old |\n"])
+def test_the_page_keeps_its_other_text(before: str) -> None:
+    page = f"a\n{readme_table.BEGIN}{before}{readme_table.END}b\n"
+    once = readme_table.render(page, [ROW])
+    assert once.startswith(f"a\n{readme_table.BEGIN}\n| slice |")
+    assert once.endswith(f" 139 |\n\n{readme_table.END}b\n")
+    assert readme_table.render(once, [ROW]) == once
