@@ -1,28 +1,30 @@
 """Check a release, write the notes of its tag, and set its version.
 
-    python scripts/release.py check          # is the tree clean, and the version the same in the three files?
+    python scripts/release.py check          # is the tree clean, and the version the same in the four files?
     python scripts/release.py notes          # what changed, figures, how to install, commits and contributors
-    python scripts/release.py bump 2.1.0     # write the version to the three files
+    python scripts/release.py bump 2.1.0     # write the version to the four files
 
-The files are pyproject.toml, CITATION.cff and CHANGELOG.md. `notes --tag` also makes the tag vVERSION, after the check.
-Nothing is pushed. Exit code 2: the files do not agree, or git refuses.
+The files are pyproject.toml, mesh_transformer/__init__.py, CITATION.cff and CHANGELOG.md. `notes --tag` also makes the
+tag vVERSION, after the check. Nothing is pushed. Exit code 2: the files do not agree, or git refuses.
 """
 
 import argparse
 import re
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-PROJECT, CITATION, CHANGELOG, README = "pyproject.toml", "CITATION.cff", "CHANGELOG.md", "README.md"
+PROJECT, CHANGELOG, README = "pyproject.toml", "CHANGELOG.md", "README.md"
 VERSION = re.compile(r"\d+\.\d+\.\d+")
-# the lines that `bump` rewrites
-PROJECT_LINE = re.compile(r'^version = ".*"$', re.MULTILINE)
-CITATION_LINE = re.compile(r"^version: (.*)$", re.MULTILINE)
+# the line of a file that names the version; the first one counts
+LINES = {
+    PROJECT: re.compile(r'^version = "(.*)"$', re.MULTILINE),
+    "mesh_transformer/__init__.py": re.compile(r'^__version__ = "(.*)"$', re.MULTILINE),
+    "CITATION.cff": re.compile(r"^version: (.*)$", re.MULTILINE),
+}
 UNRELEASED = re.compile(r"^## Unreleased.*$", re.MULTILINE)
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 # sections of README.md that the notes repeat
@@ -61,13 +63,10 @@ def section(page: str, title: str) -> str:
 
 def versions(root: Path) -> dict[str, str]:
     """The version that each file names: CHANGELOG.md by its first heading, which may be `Unreleased`."""
-    citation = CITATION_LINE.search(_read(root, CITATION))
+    lines = {file: line.search(_read(root, file)) for file, line in LINES.items()}
     heading = HEADING.search(_read(root, CHANGELOG))
-    return {
-        PROJECT: tomllib.loads(_read(root, PROJECT))["project"]["version"],
-        CITATION: citation[1] if citation else "none",
-        CHANGELOG: heading[1].partition(" - ")[0] if heading else "none",
-    }
+    found = {file: line[1] if line else "none" for file, line in lines.items()}
+    return found | {CHANGELOG: heading[1].partition(" - ")[0] if heading else "none"}
 
 
 def check(root: Path) -> str:
@@ -109,7 +108,7 @@ def notes(root: Path, version: str) -> str:
 
 
 def bump(root: Path, version: str) -> None:
-    """Write the version to the three files. The section `Unreleased` of the changelog becomes the version's, with
+    """Write the version to the four files. The section `Unreleased` of the changelog becomes the version's, with
     today's date (UTC).
 
     Raises:
@@ -118,16 +117,16 @@ def bump(root: Path, version: str) -> None:
     if not VERSION.fullmatch(version):
         raise Refused(f"version {version!r}: expected three numbers, such as 2.1.0")
     today = datetime.now(UTC).date().isoformat()
-    lines = {
-        PROJECT: (PROJECT_LINE, f'version = "{version}"'),
-        CITATION: (CITATION_LINE, f"version: {version}"),
-        CHANGELOG: (UNRELEASED, f"## {version} - {today}"),
-    }
     changed = {}
-    for file, (pattern, line) in lines.items():
-        changed[file], count = pattern.subn(line, _read(root, file), count=1)
-        if not count:
-            raise Refused(f"{file} has no line {pattern.pattern}")
+    for file, line in LINES.items():
+        text = _read(root, file)
+        old = line.search(text)
+        if old is None:
+            raise Refused(f"{file} has no line {line.pattern}")
+        changed[file] = text[: old.start(1)] + version + text[old.end(1) :]
+    changed[CHANGELOG], count = UNRELEASED.subn(f"## {version} - {today}", _read(root, CHANGELOG), count=1)
+    if not count:
+        raise Refused(f"{CHANGELOG} has no heading '## Unreleased'")
     for file, text in changed.items():
         (root / file).write_text(text, encoding="utf-8")
 

@@ -8,6 +8,7 @@ import pytest
 
 FILES = {
     "pyproject.toml": '[project]\nname = "a"\nversion = "1.0.0"\n\n[tool.b]\nversion = "7"\n',
+    "mesh_transformer/__init__.py": '"""A."""\n\n__version__ = "1.0.0"\n',
     "CITATION.cff": "cff-version: 1.2.0\nversion: 1.0.0\ntype: software\n",
     "CHANGELOG.md": (
         "# Changelog\n\n## 1.0.0 - 2020-01-02\n\n### Added\n\n- a thing\n\n## 0.9.0 - 2019-01-02\n\n- old\n"
@@ -21,6 +22,7 @@ FILES = {
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A repository of two commits, whose files name version 1.0.0."""
+    (tmp_path / "mesh_transformer").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     git(tmp_path, "init", "--quiet")
@@ -59,8 +61,9 @@ def test_one_version_in_a_clean_tree_can_be_tagged(repo: Path, checkout: Path) -
 @pytest.mark.parametrize(
     ("file", "old", "new", "reason"),
     [
-        ("CITATION.cff", "1.0.0", "1.0.1", "pyproject.toml 1.0.0, CITATION.cff 1.0.1, CHANGELOG.md 1.0.0"),
+        ("CITATION.cff", "1.0.0", "1.0.1", "__init__.py 1.0.0, CITATION.cff 1.0.1, CHANGELOG.md 1.0.0"),
         ("pyproject.toml", '"1.0.0"', '"1.1.0"', "pyproject.toml 1.1.0"),
+        ("mesh_transformer/__init__.py", '"1.0.0"', '"1.1.0"', "__init__.py 1.1.0"),
         ("CHANGELOG.md", "## 1.0.0", "## Unreleased\n\n- new\n\n## 1.0.0", "CHANGELOG.md Unreleased"),
     ],
 )
@@ -107,10 +110,9 @@ def test_bump_sets_the_version_of_all_files(repo: Path, checkout: Path) -> None:
     changelog = FILES["CHANGELOG.md"].replace("## 1.0.0", "## Unreleased\n\n- new\n\n## 1.0.0")
     (checkout / "CHANGELOG.md").write_text(changelog)
     assert release(repo, checkout, "bump", "1.1.0").returncode == 0
-    assert (checkout / "pyproject.toml").read_text() == FILES["pyproject.toml"].replace("1.0.0", "1.1.0")
-    assert (checkout / "CITATION.cff").read_text() == FILES["CITATION.cff"].replace(
-        "\nversion: 1.0.0", "\nversion: 1.1.0"
-    )
+    # not the version of the format of CITATION.cff, nor that of another table
+    for name in ("pyproject.toml", "mesh_transformer/__init__.py", "CITATION.cff"):
+        assert (checkout / name).read_text() == FILES[name].replace("1.0.0", "1.1.0")
     commit(checkout, "Ada")
     assert release(repo, checkout, "check").stdout == "1.1.0 can be tagged\n"
     assert "- new" in release(repo, checkout, "notes").stdout
@@ -118,7 +120,7 @@ def test_bump_sets_the_version_of_all_files(repo: Path, checkout: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "reason"),
-    [("1.1", "three numbers"), ("1.1.0", "CHANGELOG.md has no line")],
+    [("1.1", "three numbers"), ("1.1.0", "CHANGELOG.md has no heading")],
     ids=["version", "changelog"],
 )
 def test_a_bump_that_is_refused_changes_nothing(repo: Path, checkout: Path, version: str, reason: str) -> None:
