@@ -3,4 +3,4 @@
 Importing this package imports nothing heavy: no jax, no numpy. Import the sub-module that you need.
 """
 
-__version__ = "2.0.0.dev0"
+__version__ = "2.0.0"

@@ -128,3 +128,11 @@ def test_a_bump_that_is_refused_changes_nothing(repo: Path, checkout: Path, vers
     assert done.returncode == 2
     assert reason in done.stderr
     assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_the_files_of_this_repository_agree(repo: Path) -> None:
+    """The tree may have changes here, and a changelog between two releases."""
+    done = release(repo, repo, "notes")
+    assert done.returncode == 0, done.stderr
+    assert "| v3-8 |" in done.stdout
+    assert "## Start" in done.stdout
