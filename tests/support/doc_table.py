@@ -37,6 +37,7 @@ NOT_RUN: dict[Entry, str] = {
     ("CONTRIBUTING.md", "bash .ci/run"): TESTS,
     ("CONTRIBUTING.md", ".venv-tpu/bin/python -m pytest"): LIBTPU,
     ("CONTRIBUTING.md", "python scripts/mutants.py"): TESTS,
+    ("CONTRIBUTING.md", "python scripts/release.py"): "needs a git repository; tests/test_release.py runs it in one",
     ("docs/benchmarks.md", "python benchmarks/"): BENCHMARK,
     ("docs/benchmarks.md", "python preflight.py"): LIBTPU,
     ("docs/benchmarks.md", "python device_serve.py --config configs/6B_roto_256.json"): WEIGHTS,
