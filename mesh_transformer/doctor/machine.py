@@ -42,7 +42,10 @@ def python() -> Iterator[Finding]:
         yield problem(f"{found}, but {oldest} to {newest} is needed", environment.way_in(wrong_python=True))
     activated = os.environ.get("VIRTUAL_ENV")
     if activated and os.path.realpath(activated) != os.path.realpath(sys.prefix):
-        yield warning(f"the activated environment is {activated}, but this is Python of {sys.prefix}", "hash -r")
+        yield warning(
+            f"the activated environment is {activated}, but this is Python of {sys.prefix}",
+            f"use {activated}/bin/python",
+        )
 
 
 def memory() -> Iterator[Finding]:

@@ -136,20 +136,25 @@ def jax_plugins() -> Iterator[Finding]:
 
 
 def _made_for_another_jax(found: dict[str, str]) -> Iterator[Finding]:
-    """The plugins that the installed JAX does not name, or names in another version."""
-    jax, reader = installed("jax"), _reader()
+    """The plugins, and the jaxlib beside them, that the extras of the installed JAX name in another version."""
+    jax, jaxlib, reader = installed("jax"), installed("jaxlib"), _reader()
     if jax is None or reader is None:
         return
+    extras = collections.defaultdict(list)
     for text in importlib.metadata.requires("jax") or ():
-        needed = reader.Requirement(text)
-        version = found.get(needed.name)
-        if version is None or needed.specifier.contains(version, prereleases=True):
-            continue
         extra = re.search(r"extra == ['\"](.+?)['\"]", text)
         # the extras cuda, cuda12 and cuda12-local name the same versions
         if extra and not extra[1].endswith("-local") and extra[1] != "cuda":
-            mend = f"pip install -U 'jax[{extra[1]}]=={jax}'"
-            yield problem(f"{needed.name} {version} is not for jax {jax}, which needs {needed.specifier}", mend)
+            extras[extra[1]].append(reader.Requirement(text))
+    for name, needs in extras.items():
+        if not any(needed.name in found for needed in needs):
+            continue
+        for needed in needs:
+            version = jaxlib if needed.name == "jaxlib" else found.get(needed.name)
+            if version is not None and not needed.specifier.contains(version, prereleases=True):
+                mend = f"pip install -U 'jax[{name}]=={jax}'"
+                what = f"{needed.name} {version} is not for jax {jax} with these plugins, which needs"
+                yield problem(f"{what} {needed.specifier}", mend)
 
 
 def _lines() -> list[str]:

@@ -77,7 +77,10 @@ def jax_of(site: Path) -> None:
         "jax",
         "0.10.2",
         [
+            "jaxlib<=0.10.2,>=0.10.1",
+            'jaxlib<=0.10.2,>=0.10.2; extra == "tpu"',
             'libtpu==0.0.42.*; extra == "tpu"',
+            'jaxlib==0.10.1; extra == "ci"',
             'jax-cuda12-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == "cuda12"',
             'jax-cuda13-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == "cuda"',
             'jax-cuda13-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == "cuda13"',
@@ -98,8 +101,20 @@ def jax_of(site: Path) -> None:
 )
 def test_a_plugin_for_another_jax(site: Path, name: str, version: str, mend: str | None) -> None:
     jax_of(site)
+    write_package(site, "jaxlib", "0.10.2")
     write_package(site, name, version)
     assert [fault.mend for fault in problems("jax plugins")] == ([mend] if mend else [])
+
+
+def test_a_jaxlib_that_does_for_a_cpu_only(site: Path) -> None:
+    jax_of(site)
+    write_package(site, "jaxlib", "0.10.1")
+    assert not problems("jax plugins")
+    write_package(site, "libtpu", "0.0.42.1")
+    (fault,) = problems("jax plugins")
+    assert fault.found.startswith("jaxlib 0.10.1 is not for jax 0.10.2 with these plugins")
+    assert fault.mend == "pip install -U 'jax[tpu]==0.10.2'"
+    assert not problems("dependencies")
 
 
 def test_halves_of_a_plugin_that_differ(site: Path) -> None:
@@ -124,6 +139,7 @@ def test_plugins_that_stand_in_each_others_way(site: Path) -> None:
 
 def test_plugins_of_two_kinds_are_a_warning(site: Path) -> None:
     jax_of(site)
+    write_package(site, "jaxlib", "0.10.2")
     write_package(site, "jax-cuda13-plugin", "0.10.2")
     write_package(site, "libtpu", "0.0.42.1")
     assert not problems("jax plugins")
