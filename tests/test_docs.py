@@ -103,6 +103,7 @@ def test_git_ignores_what_the_commands_write(repo: Path, tmp_path: Path) -> None
     assert {"runs/mine", "mine_hf", "pythia_native", "gptj_1/step_383500", "found.json", "pins.txt"} <= paths
     # of `pip wheel .`, of commands without an option for it, and a config that a page says to write
     paths |= {"build/lib", "preflight.png", "loss.png", "data/docs_8409.tfrecords", "pythia_docs.json"}
+    paths |= {"shakespeare.json"}
     paths |= {"chat.json", "chat_bytes", "sums.jsonl"}
     # a pattern may be of folders only
     given = {path if Path(path).suffix else f"{path}/file" for path in paths}

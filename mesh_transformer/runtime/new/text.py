@@ -85,10 +85,14 @@ def _head(plan: Plan, command: str, price: float | None) -> Iterator[str]:
 
 def _time(plan: Plan, price: float | None) -> str:
     of_chips = plan.chips * plan.hours
-    steps = f"{plan.steps:,} steps of {plan.placed.step_s:.3g} s, {plan.hours:,.3g} hours"
-    cost = "" if plan.answers.hardware == CPU else f", {of_chips:,.3g} chip hours"
+    steps = f"{plan.steps:,} steps of {plan.placed.step_s:.3g} s, {_short(plan.hours)} hours"
+    cost = "" if plan.answers.hardware == CPU else f", {_short(of_chips)} chip hours"
     cost += "" if price is None else f", which cost {of_chips * price:,.2f}"
     return f"Predicted by {plan.placed.source}: {steps}{cost}. Compilation, validations and saves are not in it."
+
+
+def _short(hours: float) -> str:
+    return f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}"
 
 
 def _memory(plan: Plan) -> str:
@@ -105,7 +109,7 @@ def _tokens(plan: Plan) -> str:
         text += f": {ratio:.3g} for each parameter, where Hoffmann et al. 2022 (arXiv:2203.15556) found about "
         text += f"{rule.TOKENS_PER_PARAMETER} best"
         if ratio < rule.TOKENS_PER_PARAMETER / 2:
-            text += f"; {'more data' if plan.limit == DATA else 'a smaller model'} would give a lower loss"
+            text += f"; {'more data' if plan.limit == DATA else 'a larger budget'} would give a lower loss"
     return text + ("." if plan.epochs is None else f". They are {plan.epochs:.2g} passes over the data.")
 
 
