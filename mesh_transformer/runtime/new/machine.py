@@ -29,7 +29,7 @@ FORMULA_SOURCE = "the closed form of preflight"
 Grouped = dict[str, dict[str, Any]]
 # model FLOPs utilization that hardly any run exceeds: where the search for a size begins
 _BEST_MFU = 0.6
-# Of the rate of numpy's product of float32 matrices, what a training step reaches on a CPU: 0.3 to 0.6 in runs of
+# Of the rate of numpy's product of float32 matrices, what a training step reaches on a CPU: 0.3 to 0.7 in runs of
 # configs/tiny_shakespeare.json. And the rows of the matrices.
 _CPU_SHARE, _ROWS = 0.3, 1024
 # XLA on a CPU allocated at most so many times the closed form (docs/runs.md)
