@@ -210,6 +210,16 @@ def test_questions_are_asked_until_they_are_answered(
     assert load_config("asked.json").logging.name == "asked"
 
 
+def test_the_end_of_the_input_is_one_line(write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ended)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with pytest.raises(UserError, match="no answer for --goal: nothing is written"):
+        new.main(["asked"])
+
+
 def test_without_a_terminal_the_answers_are_options(write: Callable[..., Config]) -> None:
     with pytest.raises(UserError, match="no terminal to ask on: give --data DATA --budget BUDGET"):
         new.main(["mine", "--goal", "train", "--model", "tiny", "--hardware", "cpu"])

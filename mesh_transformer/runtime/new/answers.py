@@ -144,10 +144,17 @@ QUESTIONS = {
 
 
 def ask(name: str) -> str:
-    """Ask a question on the terminal until its answer is valid."""
+    """Ask a question on the terminal until its answer is valid.
+
+    Raises:
+        UserError: the input ends (Ctrl-D).
+    """
     question = QUESTIONS[name]
     while True:
-        text = input(f"{question.text}\n> ")
+        try:
+            text = input(f"{question.text}\n> ")
+        except EOFError as error:
+            raise UserError(f"no answer for --{name}: nothing is written") from error
         try:
             question.check(text)
         except UserError as error:
