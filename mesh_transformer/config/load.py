@@ -243,7 +243,7 @@ def _read(path: str) -> str:
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder: name the config file in it") from error
     except UserError as error:
-        if os.path.exists(path) or os.sep in path:
+        if os.path.exists(path) or os.sep in path or path.endswith(".json"):
             raise
         raise UserError(f"{error}; the configs by name are {', '.join(shipped.names())}") from error
     # ValueError: a null character in the path
