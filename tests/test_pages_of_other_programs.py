@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from support.commands import REPO
 
+from mesh_transformer.commands import COMMANDS
 from mesh_transformer.config.schema import GROUPS
 
 PAGES = ("from_2021", "from_maxtext_levanter", "from_megatron_torchtitan", "from_transformers")
@@ -54,6 +55,13 @@ def test_fields_exist(page: str) -> None:
     codes = list(ours((REPO / f"docs/{page}.md").read_text()))
     assert len(codes) > 20
     assert {code: unknown for code in codes if (unknown := unknown_fields(code))} == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_package_exist(page: str) -> None:
+    named = re.findall(r"`mesh-transformer ([a-z][\w-]*)`", (REPO / f"docs/{page}.md").read_text())
+    assert set(named) <= set(COMMANDS)
+    assert named or page not in ("from_2021", "from_transformers")
 
 
 def test_options_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
