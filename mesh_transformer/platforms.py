@@ -32,6 +32,10 @@ _AUTO = {"dtype": ("float32", "bfloat16"), "remat": ("none", "full"), "logits_mi
 _PLATFORMS = {"cuda": ("GPU", "cuda"), "gpu": ("GPU", "cuda"), "tpu": ("TPU", "tpu")}
 _JAX_ADVICE = " (set JAX_PLATFORMS='' to automatically choose an available backend)"
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# what `srun` sets in each process of a step, and a batch script does not have: names of hosts, number of processes
+_SLURM = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+# the ports of JAX's own detection of Slurm
+_SLURM_PORTS = range(61440, 65536)
 
 
 def start_devices() -> None:
@@ -65,10 +69,11 @@ def open_devices() -> None:
 
 
 def join_job() -> None:
-    """Join the other processes of the job, if the environment names a coordinator.
+    """Join the other processes of the job, if the environment names any.
 
-    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without
-    them this process runs alone. CPUs communicate over gloo. Call this before the first use of a device.
+    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or those
+    of Slurm's `srun`. Without them this process runs alone. A process has all devices that its host shows it. CPUs
+    communicate over gloo. Call this before the first use of a device.
 
     Process 0 listens only at that address, because JAX's coordinator has no authentication. If the others reach process
     0 by an address that its machine does not have, it listens at JAX_COORDINATOR_BIND_ADDRESS instead.
@@ -77,9 +82,9 @@ def join_job() -> None:
         UserError: only some of the variables are set, one is not a number, or process 0 cannot listen at the address.
         OSError: another process listens there.
     """
-    values = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    values = _job_variables()
     coordinator = values["JAX_COORDINATOR_ADDRESS"]
-    if coordinator is None:
+    if not coordinator:
         return
     try:
         count, index = (int(values[name] or "") for name in _ENVIRONMENT[1:])
@@ -98,8 +103,33 @@ def join_job() -> None:
         count,
         index,
         coordinator_bind_address=bind_address,
+        # on Slurm it would leave one GPU to each process, also to the only one of a host
+        cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
+
+
+def _job_variables() -> dict[str, str | None]:
+    """The values of _ENVIRONMENT: as they are set, or, if none is, those of the step that Slurm's `srun` started."""
+    given = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    if any(given.values()) or not all(name in os.environ for name in _SLURM):
+        return given
+    hosts, count, index, job, step = (os.environ[name] for name in _SLURM)
+    if count == "1":
+        return given
+    if not (job.isdecimal() and step.isdecimal()):
+        raise UserError(f"SLURM_JOB_ID {job!r:.20} and SLURM_STEP_ID {step!r:.20} must be numbers, as srun sets them")
+    # steps of one job run beside each other
+    port = _SLURM_PORTS[(int(job) + int(step)) % len(_SLURM_PORTS)]
+    return dict(zip(_ENVIRONMENT, (f"{_first_host(hosts)}:{port}", count, index), strict=True))
+
+
+def _first_host(hosts: str) -> str:
+    """The first name of a list of Slurm: `rack1-n08` of `rack[1-2]-n[08,11-15],login`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", hosts)
+    if first is None:
+        raise UserError(f"SLURM_STEP_NODELIST {hosts!r:.100}: expected names of hosts, such as n[01-04]")
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def _share_compile_cache() -> None:
@@ -161,11 +191,13 @@ def leave_job(code: int) -> None:
 
 def require_one_process() -> None:
     """Raises UserError if the environment makes this process one of several."""
-    address, count = (os.environ.get(name) for name in _ENVIRONMENT[:2])
-    if address is not None and count != "1":
+    address, count, _ = _job_variables().values()
+    if address and count != "1":
+        by_hand = os.environ.get("JAX_COORDINATOR_ADDRESS")
+        mend = "unset the variables JAX_*" if by_hand else "start it with srun --ntasks=1"
         raise UserError(
-            f"this runs in one process, but JAX_COORDINATOR_ADDRESS ({address}) and JAX_NUM_PROCESSES ({count}) define "
-            "a job of several: unset them, and use the devices of one host"
+            f"this runs in one process, but the environment makes it one of {count or 'several'}, with the first at "
+            f"{address}: {mend}, and use the devices of one host"
         )
 
 

@@ -196,7 +196,8 @@ def test_changed_data_is_refused_or_read_anew(copy):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
-    """Two processes give the same numbers. A SIGTERM to one of them stops both after the same step, and both resume."""
+    """Two processes give the same numbers. A SIGTERM to one of them stops both after the same step, and both resume, as
+    two tasks of Slurm."""
     mesh = [
         "--set",
         "mesh.fsdp=2",
@@ -211,24 +212,15 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
     write_run(one), write_run(two)
     run("device_train.py", "--config", "config.json", *mesh, cwd=one, devices=8)
 
-    def start_both(port):
-        shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    def start_both(variables, number):
+        arguments = ["--config", "config.json", *mesh]
         return [
-            start(
-                "device_train.py",
-                "--config",
-                "config.json",
-                *mesh,
-                cwd=two,
-                devices=4,
-                JAX_PROCESS_ID=str(i),
-                **shared,
-            )
-            for i in range(2)
+            start("device_train.py", *arguments, cwd=two, devices=4, **variables, **{number: str(i)}) for i in range(2)
         ]
 
     port = free_port()
-    processes = start_both(port)
+    variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    processes = start_both(variables, "JAX_PROCESS_ID")
     wait_for_step(processes[0], two / "run", 4)
     assert listens_at(processes[0].pid, port) == {"127.0.0.1"}  # JAX's coordinator has no authentication
     processes[1].send_signal(signal.SIGTERM)
@@ -237,7 +229,9 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
     stopped = metrics(two / "run")[-1]["step"]
     assert 4 <= stopped < 16
     assert (two / f"run/step_{stopped}").exists()
-    for process in start_both(free_port()):
+    # the number of the job gives the port
+    slurm = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(os.getpid())}
+    for process in start_both({**slurm, "SLURM_STEP_ID": "0"}, "SLURM_PROCID"):
         _, errors = finish(process)
         # process 1 stores no programs, and reads those of process 0
         assert int(re.search(r"programs? compiled, (\d+) read", errors)[1]) > 0
