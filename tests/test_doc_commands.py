@@ -18,7 +18,7 @@ SECONDS = {
     "CONTRIBUTING.md": 2,
     "docs/chat.md": 150,
     "docs/checkpoints.md": 30,
-    "docs/data.md": 40,
+    "docs/data.md": 100,
     "docs/evaluate.md": 35,
     "docs/experts.md": 25,
     "docs/finetune.md": 60,
