@@ -193,7 +193,7 @@ def starting() -> None:
     Raises:
         ModuleNotFoundError: JAX is not installed.
     """
-    if importlib.util.find_spec("jax") is None:
+    if "jax" not in sys.modules and importlib.util.find_spec("jax") is None:
         raise ModuleNotFoundError(name="jax")
     # not above: --help needs no log
     from mesh_transformer import logs
