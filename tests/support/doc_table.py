@@ -7,6 +7,7 @@ from support.doc_blocks import Block
 
 CLOUD = "needs an account of Google Cloud, or a pod"
 CLUSTER = "needs other machines"
+DOCKER = "needs a Docker daemon; scripts/image_check.sh runs the image's steps without one"
 HUB = "downloads from the Hugging Face hub"
 PACKAGES = "installs packages"
 WEIGHTS = "needs the weights of a model that are not in the repository: GPT-J-6B, or Pythia of the section's first part"
@@ -24,6 +25,12 @@ NOT_RUN: dict[Entry, str] = {
     ("*", "pip "): PACKAGES,
     ("*", "gcloud "): CLOUD,
     ("*", "kubectl "): CLOUD,
+    ("*", "sbatch "): CLUSTER,
+    ("docs/deploy.md", "docker "): DOCKER,
+    ("docs/deploy.md", "(umask 077; openssl"): DOCKER,
+    ("docs/deploy.md", "MODEL="): DOCKER,
+    ("docs/deploy.md", "curl https"): DOCKER,
+    ("docs/deploy.md", "sudo "): DOCKER,
     ("*", "ray "): CLUSTER,
     ("*", "python tpu_utils.py "): CLOUD,
     ("*", "python train.py --tpu "): CLOUD,
