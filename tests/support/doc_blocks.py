@@ -8,7 +8,8 @@ from pathlib import Path
 
 PROGRAMS = (
     "bash", "cat", "cd", "cp", "curl", "docker", "eval", "export", "gcloud", "kubectl", "lm_eval", "ls",
-    "mesh-transformer", "mkdir", "pip", "pre-commit", "python", "ray", "sbatch", "source", "ssh", "sudo", "tail", "tensorboard",
+    "mesh-transformer", "mkdir", "pip", "pre-commit", "python", "ray", "sbatch", "source", "ssh", "sudo", "tail",
+    "tensorboard",
 )  # fmt: skip
 """First words of commands. A line that begins otherwise is text, such as the output of a command."""
 _COMMAND = re.compile(rf"(\w+=\S* )*\(?(\S*/)?({'|'.join(PROGRAMS)}|umask) ")
