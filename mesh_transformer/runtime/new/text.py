@@ -110,7 +110,10 @@ def _tokens(plan: Plan) -> str:
         text += f"{rule.TOKENS_PER_PARAMETER} best"
         if ratio < rule.TOKENS_PER_PARAMETER / 2:
             text += f"; {'more data' if plan.limit == DATA else 'a larger budget'} would give a lower loss"
-    return text + ("." if plan.epochs is None else f". They are {plan.epochs:.2g} passes over the data.")
+    if plan.epochs is None:
+        return f"{text}."
+    passes = f"{plan.epochs:.2g}"
+    return f"{text}. They are {passes} {'pass' if passes == '1' else 'passes'} over the data."
 
 
 def _comment(plan: Plan, field: str, value: object) -> str:
