@@ -194,7 +194,7 @@ def require_one_process() -> None:
     address, count, _ = _job_variables().values()
     if address and count != "1":
         by_hand = os.environ.get("JAX_COORDINATOR_ADDRESS")
-        mend = "unset the variables JAX_*" if by_hand else "start it with srun --ntasks=1"
+        mend = f"unset {', '.join(_ENVIRONMENT)}" if by_hand else "start it with srun --ntasks=1"
         raise UserError(
             f"this runs in one process, but the environment makes it one of {count or 'several'}, with the first at "
             f"{address}: {mend}, and use the devices of one host"

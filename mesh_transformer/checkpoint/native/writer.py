@@ -6,6 +6,8 @@ it on any mesh, and `NativeSource` reads it.
 
 import json
 import math
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,17 @@ def write_native(
 
 
 def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
+    """Write in another thread, which Ctrl-C does not interrupt: when this function ends, so have all writes. A write
+    that nothing waits for goes on in a thread of TensorStore, while the folder is being deleted."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(_write_all, source, folder, ended).result()
+        finally:
+            ended.set()
+
+
+def _write_all(source: TensorSource, folder: str, ended: threading.Event) -> dict[str, TensorSpec]:
     scalars = _scalars(source.counts, full=bool(slots(source)))
     files.make_folder(folder)
     store = {**native.ocdbt(folder), "target_data_file_size": DATA_FILE_BYTES}
@@ -68,41 +81,38 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
     with Transfer("writing", total) as transfer:
         for path, value in scalars.items():
             array = _create(store, path, TensorInfo((), value.dtype), context)
-            _wait(array.write(value))
+            array.write(value).result()
             specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.array_checksum(value, ()))
         for name, info in source.tensors.items():
             path = _stored_name(name)
-            checksum = _copy(source, name, _create(store, path, info, context), transfer)
+            checksum = _copy(source, name, _create(store, path, info, context), transfer, ended)
             specs["/".join(path)] = TensorSpec(tuple(info.shape), info.dtype.name, checksum)
     return specs
 
 
-def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> int:
-    """Copy one tensor and return its checksum. The next block is read while the previous one is written."""
+def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer, ended: threading.Event) -> int:
+    """Copy one tensor and return its checksum. The next block is read while the previous one is written.
+
+    Raises:
+        CancelledError: `ended` was set.
+    """
     info, checksum, writing = source.tensors[name], 0, None
     ranges = [range(size) for size in info.shape]
     try:
         for index in native.blocks(ranges, native.chunk_shape(info), info.dtype.itemsize, native.WRITE_BLOCK_BYTES):
+            if ended.is_set():
+                raise CancelledError
             block = np.ascontiguousarray(source.read(name, index))
             start = [part.start for part in index]
             checksum = (checksum + manifests.array_checksum(block, start)) % 2**32
             if writing is not None:
-                _wait(writing)
+                writing.result()
             writing = array[index].write(block, can_reference_source_data_indefinitely=True)
             transfer.add(block.nbytes)
     finally:
         if writing is not None:
-            _wait(writing)
+            writing.result()
     return checksum
-
-
-def _wait(future: Any) -> Any:
-    """The result of a future. Waits for it after Ctrl-C too: no thread may write to a folder that is being deleted."""
-    try:
-        return future.result()
-    except BaseException:
-        future.exception()
-        raise
 
 
 def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, context: ts.Context) -> Any:
@@ -112,7 +122,7 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
         "metadata": {"chunks": list(native.chunk_shape(info)), "compressor": None},
     }
     dtype = ts.dtype(info.dtype.name)
-    return _wait(ts.open(spec, create=True, dtype=dtype, shape=info.shape, context=context))
+    return ts.open(spec, create=True, dtype=dtype, shape=info.shape, context=context).result()
 
 
 def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]:

@@ -1,10 +1,14 @@
 """The native format read and written in slices, and its compatibility with CheckpointStore."""
 
+import itertools
 import math
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import jax
 import ml_dtypes
@@ -19,6 +23,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.load import load, restore
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native import source as native
+from mesh_transformer.checkpoint.native import writer
 from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, blocks, chunk_shape
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.store import CheckpointStore
@@ -201,6 +206,41 @@ def test_a_failing_source_leaves_nothing(tmp_path: Path, state: TrainState) -> N
     with pytest.raises(UserError, match="7.npz ends early"):
         write_native(Broken(whole.arrays, whole.counts), str(tmp_path / "run"))
     assert not list((tmp_path / "run").glob("*"))
+
+
+def interrupt_at(number: int) -> Callable[[FrameType, str, object], object]:
+    """A trace function that raises KeyboardInterrupt at a line of the writer: the first has number 0."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal left
+        if frame.f_code.co_filename != writer.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_ctrl_c_at_any_line_leaves_no_write_in_the_background(tmp_path: Path) -> None:
+    source = ArraySource({"params/embed/tokens/w": np.ones((64, 64), np.float32)}, Counts(5, 5, 5), {})
+    for number in itertools.count():
+        sys.settrace(interrupt_at(number))
+        try:
+            write_native(source, str(tmp_path / f"out_{number}"))
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+    # a write in the background would end in this time
+    time.sleep(0.5)
+    assert number > 10
+    assert (tmp_path / f"out_{number}/step_5" / COMMIT_MARKER).exists()
+    assert not list(tmp_path.rglob("*mtj-partial*"))
 
 
 def test_a_damaged_step_is_reported(tmp_path: Path, state: TrainState) -> None:

@@ -148,7 +148,7 @@ def test_several_processes_are_refused(tmp_path):
     others = {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
     _, errors = run("device_serve.py", "--config", "config.json", cwd=tmp_path, code=2, **others)
     assert "\nerror: this runs in one process" in errors
-    assert "JAX_COORDINATOR_ADDRESS (localhost:1234)" in errors
+    assert "makes it one of 2, with the first at localhost:1234: unset JAX_COORDINATOR_ADDRESS, " in errors
 
 
 def test_devices_of_several_processes_are_refused(tmp_path, monkeypatch):
