@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import golden
 import pytest
 from support.skipped import NO_SHARED, closing_lines
+from support.xla import cpu_flags
 
 from mesh_transformer import cpu_devices
 
@@ -21,16 +22,13 @@ if TYPE_CHECKING:
     from support.hub_server import HubServer
 
 pytest_plugins = ["support.times", "support.sample"]
-DEVICES_FLAG = "--xla_force_host_platform_device_count"
 CACHE_BYTES = 1 << 30
 
 
 def set_up_devices(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Ask for eight CPU devices, keeping flags that are there; a count that is there wins."""
+    """Ask for eight CPU devices and quick compiles; flags that are there win."""
     environment["JAX_PLATFORMS"] = "cpu"
-    flags = environment.get("XLA_FLAGS", "")
-    if DEVICES_FLAG not in flags:
-        environment["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}=8".strip()
+    environment["XLA_FLAGS"] = cpu_flags(8, environment.get("XLA_FLAGS", ""))
 
 
 def set_up_caches(environment: dict[str, str] | os._Environ[str]) -> None:

@@ -10,7 +10,8 @@ from support.together import outputs_of
 PROGRAM = """
 import os, resource, sys, time
 root, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+from support.xla import cpu_flags
+os.environ["XLA_FLAGS"] = cpu_flags(2)
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)

@@ -10,6 +10,7 @@ from support.commands import run as run_command
 from support.counting import NAME, write_task
 from support.driving import STEPS, driver, write
 from support.ray_cluster import RayNodes, ray_cluster
+from support.xla import cpu_flags
 
 START_S = 120
 
@@ -19,7 +20,7 @@ def worker_environment() -> dict[str, str]:
     """Two CPU devices for each worker."""
     return {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": cpu_flags(2),
         "HF_HUB_OFFLINE": "1",
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",

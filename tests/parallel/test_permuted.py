@@ -12,9 +12,9 @@ from support import permuted
 from support.commands import free_port
 from support.covering import sampled
 from support.together import outputs_of
+from support.xla import cpu_flags
 
 DEVICES = 8
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # the devices of process 0 come first; a tp group is two adjacent entries
 ORDERS = {2: [0, 1, 2, 4, 5, 6, 3, 7], 4: [0, 2, 4, 6, 1, 5, 3, 7]}
 
@@ -48,7 +48,7 @@ def test_as_in_one_process(tmp_path, in_one_process, count):
 def _in_processes(folder, count):
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} {QUICK_COMPILE}",
+        "XLA_FLAGS": cpu_flags(DEVICES // count),
         "XDG_CACHE_HOME": str(folder / "cache"),
         # the compiler optimizes less here, so that most programs compile in less than the cache's default limit
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

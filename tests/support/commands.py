@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.xla import cpu_flags
+
 REPO = Path(__file__).parents[2]
 # the working folder for a program that imports `support`
 TESTS = REPO / "tests"
@@ -52,7 +54,7 @@ def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environm
     env = {
         **inherited,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": cpu_flags(devices),
         "XDG_CACHE_HOME": str(cwd / "cache"),
         "HF_HUB_OFFLINE": "1",
         **environment,

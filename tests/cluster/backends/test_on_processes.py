@@ -10,6 +10,7 @@ from support.commands import metrics
 from support.commands import run as run_command
 from support.counting import NAME, write_task
 from support.driving import STEPS, driver, kill, same_numbers, wait_for_end, worker_pid, write
+from support.xla import cpu_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 TWO = ["--processes", "2"]
@@ -86,7 +87,7 @@ def test_processes_that_read_the_same_rows(tmp_path, environment, mesh, read_by)
     write(tmp_path / "one", **groups)
     run_command("device_train.py", "--config", "config.json", cwd=tmp_path / "one")
     write(tmp_path, **groups, mesh=mesh)
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    environment["XLA_FLAGS"] = cpu_flags(4)
     with driver(tmp_path, *TWO, **environment) as run:
         run.wait_for_step(10)
         kill(worker_pid(tmp_path, 1))

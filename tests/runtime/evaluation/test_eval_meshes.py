@@ -71,7 +71,8 @@ def test_other_position_encodings_see_their_own_distances(pe):
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+from support.xla import cpu_flags
+os.environ["XLA_FLAGS"] = cpu_flags(2)
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process = int(sys.argv[3])

@@ -255,7 +255,8 @@ def test_a_mesh_gives_the_samples_of_one_device(on_one_device, mesh, tmp_path):
 PROGRAM = """
 import os, sys
 from pathlib import Path
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+from support.xla import cpu_flags
+os.environ["XLA_FLAGS"] = cpu_flags(2)
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process = int(sys.argv[3])
