@@ -88,11 +88,10 @@ class Batching:
                 + (f"set data.seq to {len(tokens) - 1}, or " if len(tokens) > 1 else "")
                 + f"make the records again with {command('records')} --seq {seq}"
             )
-        if self.n_vocab is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
+        if self.n_vocab is not None and tokens.max(initial=0) >= self.n_vocab:
             raise UserError(
-                f"{record.place} has the token {tokens.max() if tokens.max() >= self.n_vocab else tokens.min()}, and "
-                f"model.n_vocab is {self.n_vocab}: raise model.n_vocab, or make the records with the model's tokenizer "
-                f"(data.tokenizer)"
+                f"{record.place} has the token {tokens.max()}, and model.n_vocab is {self.n_vocab}: raise "
+                f"model.n_vocab, or make the records with the model's tokenizer (data.tokenizer)"
             )
         if self.packing == "documents" and example.documents is None:
             raise UserError(

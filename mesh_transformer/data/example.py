@@ -93,7 +93,8 @@ def _numbers(features: Any, name: str) -> np.ndarray:
                 f"text with {command('records')}"
             )
     values = np.array(feature.int64_list.value, np.int64)
-    for number in (values.min(initial=0), values.max(initial=0)):
-        if not 0 <= number <= _MAX_TOKEN:
-            raise UserError(f"the record holds {number}, which is no token: allowed are 0..{_MAX_TOKEN}")
+    # as unsigned numbers, negative ones are the largest: one pass
+    if values.view(np.uint64).max(initial=0) > _MAX_TOKEN:
+        wrong = values[(values < 0) | (values > _MAX_TOKEN)][0]
+        raise UserError(f"the record holds {wrong}, which is no token: allowed are 0..{_MAX_TOKEN}")
     return values
