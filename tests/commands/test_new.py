@@ -14,6 +14,7 @@ from support.commands import REPO
 from mesh_transformer.commands import new
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.records import write_records
+from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import estimate
 from mesh_transformer.estimate.overlap import resolve
@@ -144,6 +145,11 @@ def test_text_on_a_cpu(write: Callable[..., Config]) -> None:
     tokens = config.optimizer.total_steps * (config.data.batch_size or 0) * config.seq
     # a million bytes: four passes, although the hours would give more
     assert tokens == pytest.approx(4 * 21 * 50_000, rel=1e-3)
+
+
+def test_a_data_set_that_comes_with_the_project_has_a_name(write: Callable[..., Config]) -> None:
+    config = write("train", "gptj", "tiny_shakespeare", "cpu", "20h")
+    assert config.data.train_set == os.path.join(SHIPPED, "data/tiny_shakespeare/train.txt")
 
 
 def test_the_head_predicts_time_and_cost(write: Callable[..., Config]) -> None:

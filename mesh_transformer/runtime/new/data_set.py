@@ -7,6 +7,7 @@ from mesh_transformer import files
 from mesh_transformer.config import strict_json
 from mesh_transformer.data.records import RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
+from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import size
 
@@ -85,8 +86,9 @@ def find(answer: str) -> DataSet:
 
 
 def _inside(folder: str) -> str | None:
-    """The training data of a local folder, which may be under data/."""
-    paths = (os.path.join(place, name) for place in (folder, os.path.join("data", folder)) for name in TRAIN)
+    """The training data of a local folder, which may be under data/, or of a data set that comes with the project."""
+    places = (folder, os.path.join("data", folder), os.path.join(SHIPPED, "data", folder))
+    paths = (os.path.join(place, name) for place in places for name in TRAIN)
     return next(filter(os.path.isfile, paths), None)
 
 
