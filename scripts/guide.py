@@ -1,0 +1,204 @@
+"""Run, check and convert the chapters of the guide, docs/guide/NN_NAME.md.
+
+    python scripts/guide.py list             # the chapters
+    python scripts/guide.py run 5            # execute the code cells of chapter 5 as a program
+    python scripts/guide.py notebook 5       # write chapter 5 as a Jupyter notebook
+    python scripts/guide.py check 5          # compare the answers in docs/guide/exercises/ex05.py with the checks
+    python scripts/guide.py check 5 FILE     # the same for the answers in FILE
+
+Exit code 1: a cell or an answer fails. Exit code 2: there is no such chapter or file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+# the package and examples/ beside this file, whichever ones are installed
+sys.path.insert(0, str(ROOT))
+
+from mesh_transformer.errors import UserError  # noqa: E402
+from mesh_transformer.runtime import cli  # noqa: E402
+
+GUIDE = ROOT / "docs" / "guide"
+# a code cell: its options, of which MyST has two forms, and its code
+CELL = re.compile(
+    r"^```\{code-cell\}[^\n]*\n(?:---\n.*?^---\n|(?::[^\n]*\n)*)(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+# reads the program from its input; the name of the chapter stands in tracebacks
+CHILD = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'))"
+# what the first cell of a chapter sets
+DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32"}
+
+
+def chapters() -> dict[int, Path]:
+    """The chapters by number."""
+    return {int(path.name[:2]): path for path in sorted(GUIDE.glob("[0-9][0-9]_*.md"))}
+
+
+def chapter(number: int) -> Path:
+    """The file of a chapter.
+
+    Raises:
+        UserError: there is none with this number.
+    """
+    found = chapters()
+    if number not in found:
+        listed = ", ".join(path.stem for path in found.values()) or "none"
+        raise UserError(f"no chapter {number} in {GUIDE}; the chapters: {listed}")
+    return found[number]
+
+
+def title(page: Path) -> str:
+    """The text of the first heading of a page."""
+    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else page.stem
+
+
+def program(text: str) -> str:
+    """The code cells of a chapter. Each line has the number that it has in the chapter."""
+    lines = [""] * len(text.splitlines())
+    for cell in CELL.finditer(text):
+        first, code = text.count("\n", 0, cell.start("code")), cell["code"].splitlines()
+        lines[first : first + len(code)] = code
+    return "\n".join(lines) + "\n"
+
+
+def run(page: Path) -> int:
+    """Execute the cells of a chapter in a child process, in the folder of the chapter as Jupyter does. Returns the exit
+    code of the process."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-c", CHILD, str(page)],
+        input=program(page.read_text(encoding="utf-8")),
+        text=True,
+        encoding="utf-8",
+        cwd=page.parent,
+        env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"},
+        check=False,
+    ).returncode
+
+
+def write_notebook(page: Path, out: Path) -> None:
+    """Write a chapter as a notebook without outputs.
+
+    Raises:
+        UserError: jupytext is not installed.
+    """
+    try:
+        import jupytext
+    except ModuleNotFoundError as error:
+        raise UserError("jupytext is not installed: pip install -e '.[docs]'") from error
+    jupytext.write(jupytext.read(page), out)
+
+
+def check(number: int, file: Path) -> bool:
+    """Print a line for each exercise of a chapter. Returns whether all answers in the file pass.
+
+    Raises:
+        UserError: the chapter has no exercises, or the file cannot be read.
+    """
+    checks_file = GUIDE / "checks" / f"ex{number:02d}.py"
+    if not checks_file.exists():
+        raise UserError(f"chapter {number} has no exercises: there is no file {checks_file}")
+    # before the files import jax
+    for name, value in DEVICES.items():
+        os.environ.setdefault(name, value)
+    checks, answers = _load(checks_file), _load(file)
+    results = {name: _judged(one, answers, name) for name, one in _checks(checks)}
+    for name, result in results.items():
+        sys.stdout.write(f"{name}: {result or 'passed'}\n")
+    return not any(results.values())
+
+
+def _checks(module: ModuleType) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The functions check_NAME of a module by NAME, in the order of the file."""
+    for name, one in vars(module).items():
+        if name.startswith("check_"):
+            yield name.removeprefix("check_"), one
+
+
+def _load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{file.parent.name}_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.exists():
+        raise UserError(f"{file}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up there
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} cannot be imported: {_described(error, file)}") from error
+    return module
+
+
+def _judged(check: Callable[..., object], answers: ModuleType, name: str) -> str:
+    """What is wrong with the answer to an exercise; empty: nothing."""
+    answer = getattr(answers, name, None)
+    if answer is None:
+        return f"the file {answers.__file__} has no function {name}"
+    try:
+        check(answer)
+    except AssertionError as error:
+        return " ".join(str(error).split()) or _described(error, Path(str(answers.__file__)))
+    except Exception as error:  # noqa: BLE001  (what an answer raises)
+        # with a message it is JAX that cannot do what the answer asks for
+        if isinstance(error, NotImplementedError) and not error.args:
+            return "not answered yet"
+        return _described(error, Path(str(answers.__file__)))
+    return ""
+
+
+def _described(error: Exception, file: Path) -> str:
+    """An exception on one line, with the last line of the file that it passed."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    place = f" ({file.name}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{place}"
+
+
+def main() -> int:
+    """Run one of the commands. Returns the exit code."""
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = cli.Parser(description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="print the chapters")
+    for name, text in {
+        "run": "execute the code cells of a chapter as a program",
+        "notebook": "write a chapter as a Jupyter notebook",
+        "check": "compare answers to the exercises of a chapter with its checks",
+    }.items():
+        commands.add_parser(name, help=text).add_argument("number", type=int, metavar="N", help="the chapter's number")
+    commands.choices["notebook"].add_argument(
+        "--out", type=Path, metavar="FILE.ipynb", help="default: NN_NAME.ipynb in the current folder"
+    )
+    commands.choices["check"].add_argument(
+        "file", type=Path, nargs="?", metavar="FILE", help="default: docs/guide/exercises/exNN.py"
+    )
+    given = parser.parse_args()
+    if given.command == "list":
+        for number, page in chapters().items():
+            sys.stdout.write(f"{number} {title(page)} ({page.relative_to(ROOT)})\n")
+        return 0
+    page = chapter(given.number)
+    if given.command == "run":
+        return run(page)
+    if given.command == "check":
+        file = given.file or GUIDE / "exercises" / f"ex{given.number:02d}.py"
+        return 0 if check(given.number, file.resolve()) else 1
+    out = given.out or Path(f"{page.stem}.ipynb")
+    write_notebook(page, out)
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
