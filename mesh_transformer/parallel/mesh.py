@@ -41,8 +41,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     on, in the order that JAX chooses for their torus. Then the processes follow in their order, again the last axis
     first. So the devices of a tp group, tp being the last axis, belong to one process if tp divides the number of its
     devices: 8 on a host of v2, v3 and v7x and on the only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp
-        group spans
-    tp / gcd(tp, devices of a process) consecutive processes.
+    group spans tp / gcd(tp, devices of a process) consecutive processes.
 
     Raises:
         UserError: the shape needs another number of devices, the processes have different numbers of devices, or a

@@ -90,10 +90,12 @@ def statistics(logits_BTE: jax.Array, routing: Routing, real_BT: jax.Array | Non
         real_BT: bool: the tokens that count; None: all.
 
     Returns:
-        share_E: the share of the choices that each expert has, over all devices.
-        balance: E * sum over e of f_e P_e, with the share f_e of the choices, without a gradient, and the mean P_e of
-            the probabilities: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961).
-        z: the mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
+        The statistics by name.
+
+        - share_E: the share of the choices that each expert has, over all devices.
+        - balance: E * sum over e of f_e P_e, with the share f_e of the choices, without a gradient, and the mean P_e of
+          the probabilities: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961).
+        - z: the mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
 
     Inside of a `shard_map` over some of the batch, balance and z are means over the tokens there. The balance is linear
     in P, and f is that of all tokens, so their means over these parts of the batch are those of all tokens: with
