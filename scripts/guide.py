@@ -1,12 +1,13 @@
-"""Run, check and convert the chapters of the guide, docs/guide/NN_NAME.md.
+"""Run, check and convert the chapters of the guide, docs/guide/NN_NAME.md, and build the site.
 
     python scripts/guide.py list             # the chapters
     python scripts/guide.py run 5            # execute the code cells of chapter 5 as a program
     python scripts/guide.py notebook 5       # write chapter 5 as a Jupyter notebook
     python scripts/guide.py check 5          # compare the answers in docs/guide/exercises/ex05.py with the checks
     python scripts/guide.py check 5 FILE     # the same for the answers in FILE
+    python scripts/guide.py build            # make the site of docs/; --execute runs the cells of all chapters
 
-Exit code 1: a cell or an answer fails. Exit code 2: there is no such chapter or file.
+Exit code 1: a cell, an answer or the build fails. Exit code 2: there is no such chapter or file.
 """
 
 from __future__ import annotations
@@ -76,16 +77,34 @@ def program(text: str) -> str:
 def run(page: Path) -> int:
     """Execute the cells of a chapter in a child process, in the folder of the chapter as Jupyter does. Returns the exit
     code of the process."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, "-c", CHILD, str(page)],
         input=program(page.read_text(encoding="utf-8")),
         text=True,
         encoding="utf-8",
         cwd=page.parent,
-        env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"},
+        env={**_environment(), "MPLBACKEND": "Agg"},
         check=False,
     ).returncode
+
+
+def build(out: Path, *, execute: bool) -> int:
+    """Make the site in a folder; a warning is an error. Returns the exit code of Sphinx.
+
+    Raises:
+        UserError: Sphinx is not installed.
+    """
+    if importlib.util.find_spec("sphinx") is None:
+        raise UserError("sphinx is not installed: pip install -e '.[docs]'")
+    mode = ["-D", "nb_execution_mode=force"] if execute else []
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-n", "-b", "html", *mode, str(ROOT / "docs"), str(out)]
+    return subprocess.run(command, env=_environment(), check=False).returncode
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a child process that imports the package beside this file."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def write_notebook(page: Path, out: Path) -> None:
@@ -183,7 +202,18 @@ def main() -> int:
     commands.choices["check"].add_argument(
         "file", type=Path, nargs="?", metavar="FILE", help="default: docs/guide/exercises/exNN.py"
     )
+    site = commands.add_parser("build", help="make the site of docs/")
+    site.add_argument("--execute", action="store_true", help="run the cells of all chapters, which takes minutes")
+    site.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "site",
+        metavar="FOLDER",
+        help="default: build/site in the checkout",
+    )
     given = parser.parse_args()
+    if given.command == "build":
+        return build(given.out, execute=given.execute)
     if given.command == "list":
         for number, page in chapters().items():
             sys.stdout.write(f"{number} {title(page)} ({page.relative_to(ROOT)})\n")

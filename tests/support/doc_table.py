@@ -44,6 +44,7 @@ NOT_RUN: dict[Entry, str] = {
     ("CONTRIBUTING.md", "bash .ci/run"): TESTS,
     ("CONTRIBUTING.md", ".venv-tpu/bin/python -m pytest"): LIBTPU,
     ("CONTRIBUTING.md", "python scripts/mutants.py"): TESTS,
+    ("CONTRIBUTING.md", "python scripts/guide.py"): "tests/guide runs it",
     ("CONTRIBUTING.md", "python scripts/release.py"): "needs a git repository; tests/test_release.py runs it in one",
     ("docs/benchmarks.md", "python benchmarks/"): BENCHMARK,
     ("docs/benchmarks.md", "python preflight.py"): LIBTPU,
