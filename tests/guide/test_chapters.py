@@ -1,0 +1,71 @@
+"""The chapters of the guide: each runs, its answers pass its checks, and its exercises are unanswered."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.covering import sampled
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
+CHAPTERS = [path.stem for path in sorted(GUIDE.glob("[0-9][0-9]_*.md"))]
+# what tests/conftest.py sets; a reader's chapter chooses its own devices and compiles as JAX does by default
+OF_THE_TESTS = ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC", "JAX_NUMPY_", "JAX_COMPILATION_", "JAX_PERSISTENT_")
+
+pytestmark = pytest.mark.guide
+
+
+def guide(repo: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/guide.py in the environment of a reader."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_TESTS)}
+    return subprocess.run(
+        [sys.executable, "scripts/guide.py", *arguments],
+        cwd=repo, env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+
+
+def files_of(chapter: str) -> list[str]:
+    """What changes the result of a chapter, beside the package."""
+    number = chapter[:2]
+    names = [f"{chapter}.md", *(f"{folder}/ex{number}.py" for folder in ("answers", "checks", "exercises"))]
+    return [f"../docs/guide/{name}" for name in names if (GUIDE / name).exists()]
+
+
+def functions(folder: str, chapter: str) -> list[str]:
+    """The public functions of a file of a chapter; none if it has no such file."""
+    file = GUIDE / folder / f"ex{chapter[:2]}.py"
+    nodes = ast.parse(file.read_text()).body if file.exists() else []
+    return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", sampled(CHAPTERS, seconds=45, files=files_of))
+def test_the_cells_run_and_their_claims_hold(repo: Path, chapter: str) -> None:
+    done = guide(repo, "run", chapter[:2])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chapter", sampled([one for one in CHAPTERS if functions("checks", one)], seconds=25, files=files_of)
+)
+def test_our_answers_pass_and_the_exercises_are_unanswered(repo: Path, chapter: str) -> None:
+    number = chapter[:2]
+    names = [name.removeprefix("check_") for name in functions("checks", chapter) if name.startswith("check_")]
+    answered = guide(repo, "check", number, f"docs/guide/answers/ex{number}.py")
+    assert answered.stdout.splitlines() == [f"{name}: passed" for name in names], answered.stderr[-4000:]
+    empty = guide(repo, "check", number)
+    assert empty.stdout.splitlines() == [f"{name}: not answered yet" for name in names], empty.stderr[-4000:]
+    assert (answered.returncode, empty.returncode) == (0, 1)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_has_its_parts(chapter: str) -> None:
+    text = (GUIDE / f"{chapter}.md").read_text()
+    assert {"In the code", "Exercises"} <= set(re.findall(r"^## (.+)$", text, re.MULTILINE))
+    checked = {name.removeprefix("check_") for name in functions("checks", chapter) if name.startswith("check_")}
+    assert len(checked) >= 2
+    assert checked <= set(functions("exercises", chapter)) & set(functions("answers", chapter))
