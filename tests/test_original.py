@@ -89,6 +89,7 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
         "support/sample.py",
         "support/skipped.py",
         "support/times.py",
+        "support/xla.py",
         "golden/__init__.py",
     ):
         shutil.copy(repo / "tests" / name, tests / name)
