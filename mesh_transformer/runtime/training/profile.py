@@ -3,7 +3,7 @@ of the compiled step's operations."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,9 +35,18 @@ class StepProfile:
         computed: the steps that this process computes.
         report: waits for a step, and excludes the time of the trace's files from the time of a step.
         observer: gets the phase `save` while process 0 writes the trace.
+        wait_for_save: returns when no checkpoint is being written.
     """
 
-    def __init__(self, config: Config, computed: range, report: MetricsReporter, observer: Observer):
+    def __init__(
+        self,
+        config: Config,
+        computed: range,
+        report: MetricsReporter,
+        observer: Observer,
+        wait_for_save: Callable[[], None],
+    ):
+        self._wait_for_save = wait_for_save
         self._settings, self._report, self._observer = config.checkpoint, report, observer
         self._is_first, self._running = jax.process_index() == 0, False
         self._folder = os.path.join(config.checkpoint.model_dir, run_folder.PROFILE)
@@ -56,7 +65,8 @@ class StepProfile:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the trace if the run ended inside it."""
         if self._running:
-            self._write()
+            # after an error, the save may wait for a process that has failed
+            self._write(beside_a_save=error is not None)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -89,8 +99,11 @@ class StepProfile:
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("mesh_transformer: trace written")
 
-    def _write(self) -> None:
+    def _write(self, *, beside_a_save: bool = False) -> None:
         self._running = False
+        # JAX's profiler crashed a process when it stopped while threads of a save ended
+        if not beside_a_save:
+            self._wait_for_save()
         jax.profiler.stop_trace()
         run_folder.publish_profile(self._settings.root, self._settings.model_dir)
         log.info("trace of steps %d to %d written to %s", self._steps[0], self._last, self._folder)

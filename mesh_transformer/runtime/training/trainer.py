@@ -223,7 +223,7 @@ class TrainingRun:
                 write_step_table(self.program)
             report = self._open_report(start_point, logged)
             computed = range(start_point.step + 1, total + 1)
-            with report, StepProfile(self.config, computed, report, self.observer) as profile:
+            with report, StepProfile(self.config, computed, report, self.observer, store.wait) as profile:
                 self.observer.started(start_point.step, total, start_point.counters.steps_redone)
                 code, step = self._loop(start_point, report, profile)
         finally:

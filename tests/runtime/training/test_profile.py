@@ -110,13 +110,15 @@ class NoReport:
 def _traced(first, last):
     """The steps that a run traces which computes steps `first` to `last`, of the range 2 to 4."""
     config, folder = load_config("config.json", ["logging.profile_steps=[2, 4]"]), Path("run/profile")
-    computed = range(first, last + 1)
-    with StepProfile(config, computed, NoReport(), Observer()) as profile:
+    computed, waits = range(first, last + 1), []
+    with StepProfile(config, computed, NoReport(), Observer(), lambda: waits.append(step)) as profile:
         for step in computed:
             with profile.step(step):
                 pass
     found = [_steps(trace) for trace in folder.glob("plugins/profile/*")]
     shutil.rmtree(folder, ignore_errors=True)
+    # a trace ends when no checkpoint is being written
+    assert waits == [steps[-1] for steps in found]
     return found
 
 
