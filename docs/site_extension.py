@@ -129,8 +129,10 @@ def file_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 def visit_math(writer: Any, node: nodes.Element) -> None:
     """Write a formula as MathML, which browsers show without a script."""
     block = isinstance(node, nodes.math_block)
+    # docutils knows only the longer name
+    formula = re.sub(r"\\dots\b", r"\\ldots", node.astext())
     try:
-        mathml = tex2mathml(node.astext(), as_block=block)
+        mathml = tex2mathml(formula, as_block=block)
     except MathError as error:
         log.warning("a formula that docutils cannot write as MathML: %s", error, location=node)
         mathml = ""
