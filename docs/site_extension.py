@@ -24,6 +24,9 @@ from sphinx.util import logging
 ROOT = Path(__file__).resolve().parents[1]
 # the folder of the site with the files that pages link to
 FILES = "files"
+MAX_BYTES = 100_000
+# a name in a page that may be a file of the checkout
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)+")
 COLUMNS = "86"
 log = logging.getLogger(__name__)
 
@@ -88,30 +91,44 @@ def generate(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 class FileLinks(SphinxPostTransform):
-    """A link to a file of the checkout outside docs/ leads to a page that shows the file; a link to a folder becomes
-    text."""
+    """A link to a file of the checkout outside docs/, and the name of a file such as `examples/fsdp.py`, lead to a page
+    that shows the file. A link to a folder becomes text."""
 
     # before MyST's own search for targets, which warns of one that is no page
     default_priority = 8
 
     def run(self, **_: Any) -> None:
-        for node in [
-            *self.document.findall(addnodes.download_reference),
-            *self.document.findall(addnodes.pending_xref),
-        ]:
+        for node in self._all(addnodes.download_reference, addnodes.pending_xref):
             if node.get("reftype") != "myst":
                 continue
             # MyST takes the ending off the name of a page
             ending = ".md" if node.get("refdomain") == "doc" else ""
             base = self.env.srcdir if ending else Path(self.env.doc2path(node["refdoc"])).parent
             path = Path(os.path.normpath(base / (node["reftarget"].partition("#")[0] + ending)))
-            if path.is_relative_to(ROOT) and path.is_file() and node["reftarget"] not in self.env.all_docs:
-                name = f"{FILES}/{path.relative_to(ROOT).as_posix()}"
-                self.app.shown_files[name] = path  # type: ignore[attr-defined]
-                uri = self.app.builder.get_relative_uri(self.env.docname, name)
-                node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))
-            elif path.is_dir():
+            if path.is_dir():
                 node.replace_self(node.children)
+            elif _shown(path) and node["reftarget"] not in self.env.all_docs:
+                node.replace_self(self._link(path, node.children))
+        links = self._all(nodes.reference, addnodes.pending_xref, nodes.title)
+        inside = {id(name) for node in links for name in node.findall(nodes.literal)}
+        for node in self._all(nodes.literal):
+            path = ROOT / node.astext()
+            if FILE.fullmatch(node.astext()) and id(node) not in inside and _shown(path):
+                node.replace_self(self._link(path, [node.deepcopy()]))
+
+    def _all(self, *kinds: type[nodes.Element]) -> list[Any]:
+        return list(self.document.findall(lambda node: isinstance(node, kinds)))
+
+    def _link(self, path: Path, children: list[nodes.Node]) -> nodes.reference:
+        name = f"{FILES}/{path.relative_to(ROOT).as_posix()}"
+        self.app.shown_files[name] = path  # type: ignore[attr-defined]
+        uri = self.app.builder.get_relative_uri(self.env.docname, name)
+        return nodes.reference("", "", *children, refuri=uri, internal=True)
+
+
+def _shown(path: Path) -> bool:
+    """Whether a page shows a file: a text of the checkout that is no data set."""
+    return path.is_relative_to(ROOT) and path.is_file() and path.suffix != ".png" and path.stat().st_size <= MAX_BYTES
 
 
 def file_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
