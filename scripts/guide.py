@@ -215,8 +215,8 @@ def main() -> int:
     if given.command == "build":
         return build(given.out, execute=given.execute)
     if given.command == "list":
-        for number, page in chapters().items():
-            sys.stdout.write(f"{number} {title(page)} ({page.relative_to(ROOT)})\n")
+        for page in chapters().values():
+            sys.stdout.write(f"{page.stem}: {title(page)}\n")
         return 0
     page = chapter(given.number)
     if given.command == "run":

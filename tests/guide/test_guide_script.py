@@ -103,9 +103,7 @@ def call(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_list(call: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert call("list") == 0
-    line = capsys.readouterr().out
-    assert line.startswith("3 One number (")
-    assert line.endswith("03_number.md)\n")
+    assert capsys.readouterr().out == "03_number: One number\n"
 
 
 def test_the_cells_run_as_a_program(call: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
