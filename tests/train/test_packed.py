@@ -36,6 +36,8 @@ MESHES = {
     "pp2_cp2_tp2_zigzag": ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.context_mode=zigzag"],
 }
 FILES = ("train/batch.py", "train/token_metrics.py")
+# layers before the run of layers that the stages of a pipeline share out
+LEADING = {"deepseek_v3": 1}
 SOURCES = 3
 GIVEN = packed(SOURCES)
 # a model that reads positions, and not their differences alone
@@ -45,7 +47,7 @@ COUNTED = targets_of_documents(GIVEN.documents) & GIVEN.learned[..., 1:]
 
 def _program(model: str, mesh: str = "one", layers: int | None = None) -> TrainProgram:
     stages = "pp2" in mesh
-    sizes = {**SMALL[model], "layers": layers or (4 if stages else 2)}
+    sizes = {**SMALL[model], "layers": layers or (4 + LEADING.get(model, 0) if stages else 2)}
     # the gradient of the loss alone, as it is
     overrides = ["optimizer.z_loss=0", "optimizer.clip_norm=1000", *MESHES[mesh]]
     devices = math.prod(int(number) for number in re.findall(r"=(\d)", " ".join(MESHES[mesh])))
