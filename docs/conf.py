@@ -27,7 +27,6 @@ myst_dmath_allow_space = False
 # the anchors of headings that the pages use, as GitHub makes them
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
-exclude_patterns = ["guide/drafts/**"]
 # commands stand in indented blocks
 highlight_language = "bash"
 
