@@ -17,7 +17,7 @@ from support.driving import Driver
 from support.gcs_server import GcsServer
 from support.hosts import DRIVER, PodOfHosts
 from support.tpu_api import TpuApi
-from support.xla import cpu_flags
+from support.xla import DEVICES
 
 TPU = "pod"
 TARGET_ARGUMENTS = ("--tpu", TPU, "--tpu_region", "europe-west4-a", "--tpu-type", "v3-32", "--preemptible")
@@ -87,7 +87,7 @@ class PodDrivers:
         """A driver that is killed at the end if it still runs."""
         variables = {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": cpu_flags(2),
+            "XLA_FLAGS": f"{DEVICES}=2",
             "HF_HUB_OFFLINE": "1",
             **self.gcs.environment(),
             "JAX_COMPILATION_CACHE_DIR": str(self.shared / "compiled"),
