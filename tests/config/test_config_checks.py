@@ -153,12 +153,12 @@ def test_the_advice_for_a_wrong_number_of_devices_works(
     ],
 )  # fmt: skip
 def test_a_huge_axis_is_refused_at_once(sizes: dict[str, Any], mesh: dict[str, int], message: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(UserError) as caught:
         config(sizes, mesh=mesh)
     assert str(caught.value) == message
     # counting up to the divisor took 80 seconds
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_microbatch() -> None:

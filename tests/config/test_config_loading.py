@@ -275,10 +275,10 @@ def test_path_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_endless_file_is_bounded() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(UserError, match="over 1048576 bytes"):
         load_config("/dev/zero")
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_byte_order_mark_is_harmless(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_every_mutation_is_equal_or_refused(folder, edit, shard, number):
     path = folder / f"shard_{shard}/{number}.npz"
     whole = path.read_bytes()
     path.write_bytes(mutated(whole, *edit))
-    began = time.monotonic()
+    began = time.process_time()
     tracemalloc.start()
     try:
         found = values(ClassicSource(str(folder), config))
@@ -105,7 +105,7 @@ def test_every_mutation_is_equal_or_refused(folder, edit, shard, number):
         tracemalloc.stop()
         path.write_bytes(whole)
     assert peak < LIMIT_BYTES
-    assert time.monotonic() - began < LIMIT_S
+    assert time.process_time() - began < LIMIT_S
 
 
 def test_a_large_directory_is_not_read(folder, tmp_path):

@@ -29,6 +29,8 @@ from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 from mesh_transformer.spec import Decoder
 
+pytestmark = pytest.mark.slow
+
 READERS = ("checkpoint/native", "checkpoint/store.py", "checkpoint/load.py", "spec/decoder.py")
 # 5 layers, dense and with experts in turn; and two dense layers before two with experts
 MIXED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
