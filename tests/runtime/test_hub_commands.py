@@ -24,6 +24,8 @@ from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., str]
 SPECIAL = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
 # a tokenizer of characters

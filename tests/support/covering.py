@@ -6,7 +6,8 @@
 
 The part follows the change (`choose`): combinations that test a changed file come first, whole products where they fit
 `CHANGED_SECONDS`. The rest takes turns: each turn has some combinations of a covering of each product, and `TURNS`
-turns have them all. `support/sample.py` gives the changed files and the turn of a commit.
+turns have them all. Slow tests outside products take turns too (`some_slow`). `support/sample.py` gives the changed
+files and the turn of a commit.
 """
 
 import itertools
@@ -183,3 +184,26 @@ def _shares(products: Iterable[Product], seed: str) -> list[list[tuple[Product, 
             shares[least].append((product, case))
             seconds[least] += product.seconds
     return shares
+
+
+def some_slow(slow: Mapping[str, int], changed: Iterable[str], turn: int) -> set[str]:
+    """The files whose slow tests run in a turn: half of the tests, so that two turns in a row have all, and then
+    changed files, up to three quarters.
+
+    Args:
+        slow: the number of slow tests of each file.
+        changed: the files of these that test a change.
+        turn: a number that grows by one with each commit.
+    """
+    halves: tuple[set[str], set[str]] = (set(), set())
+    tests = [0, 0]
+    for name in sorted(slow, key=lambda one: (-slow[one], one)):
+        less = tests.index(min(tests))
+        halves[less].add(name)
+        tests[less] += slow[name]
+    taken, count = halves[turn % 2], tests[turn % 2]
+    for name in sorted(set(changed) - taken):
+        if count + slow[name] <= 0.75 * sum(tests):
+            taken.add(name)
+            count += slow[name]
+    return taken

@@ -1,4 +1,5 @@
-"""The plugin that leaves combinations out of a default run, by the change and the commit (`support/covering.py`).
+"""The plugin that leaves combinations and slow tests out of a default run, by the change and the commit
+(`support/covering.py`).
 
 `python -m pytest --changed REV` runs only what the files that were changed since REV select: their combinations, and
 the files of tests that import them.
@@ -6,13 +7,14 @@ the files of tests that import them.
 
 import ast
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.covering import CHANGED_SECONDS, TURNS, Choice, Product, choose
+from support.covering import CHANGED_SECONDS, TURNS, Choice, Product, choose, some_slow
 
 # commits that are no older than this before HEAD landed with it: a session's commits
 LANDED_SECONDS = 3 * 3600
@@ -57,12 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names[mark.args[0]] = item.nodeid.partition("[")[0]
     base = config.getoption("--changed")
     changed = changed_files(config.rootpath, base)
-    choice = choose(tests, changed, commits(config.rootpath))
+    turn = commits(config.rootpath)
+    choice = choose(tests, changed, turn)
     for item, mark in _combinations(items):
         product, case = mark.args
         if case not in choice.cases[product]:
             item.add_marker(pytest.mark.unsampled)
-    config.stash[_LINES] = list(_lines(choice, names))
+    config.stash[_LINES] = [*_lines(choice, names), *_leave_out_slow(items, config.rootpath, changed, turn)]
     if hasattr(config, "workeroutput"):
         config.workeroutput["sample"] = config.stash[_LINES]
     if base:
@@ -77,6 +80,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (item for item in items if item.path in paths),
             key=lambda item: (item.path not in selected, seconds.get(item, usual)),
         )
+
+
+def _leave_out_slow(items: Sequence[pytest.Item], root: Path, changed: Sequence[str], turn: int) -> list[str]:
+    """Mark the slow tests outside products that this run leaves out. The lines say how many they are.
+
+    Tests of pods and of faults, which run alone, have turns of their own.
+    """
+    slow = [item for item in items if _has(item, "slow") and not _has(item, "matrix", "tpu")]
+    groups = {
+        "of commands": [item for item in slow if not _has(item, "pod", "faults")],
+        "of pods and of faults": [item for item in slow if _has(item, "pod", "faults")],
+    }
+    for item in groups["of commands"]:
+        item.add_marker(pytest.mark.matrix)
+    lines = []
+    for kind, tests in groups.items():
+        files = {path.relative_to(root).as_posix(): path for path in {item.path for item in tests}}
+        counts = Counter(item.path.relative_to(root).as_posix() for item in tests)
+        over_change = [name for name, path in files.items() if not imported(path, root).isdisjoint(changed)]
+        taken = {files[name] for name in some_slow(counts, over_change, turn)}
+        left = [item for item in tests if item.path not in taken]
+        for item in left:
+            item.add_marker(pytest.mark.unsampled)
+        if left:
+            lines.append(f"slow tests {kind}: {len(left)} of {len(tests)} wait for the next commit")
+    return lines
+
+
+def _has(item: pytest.Item, *marks: str) -> bool:
+    return any(item.get_closest_marker(mark) for mark in marks)
 
 
 def imported(path: Path, root: Path) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support import covering, sample
-from support.covering import CHANGED_SECONDS, ROOT, TURNS, Product, choose, ordered, sampled
+from support.covering import CHANGED_SECONDS, ROOT, TURNS, Product, choose, ordered, sampled, some_slow
 
 FACTORS = ["abcde", [1, 2, 3], [True, False]]
 CASES = tuple(itertools.product(*FACTORS))
@@ -194,7 +194,7 @@ def some_tests(tmp_path: Path) -> list[str]:
     (tmp_path / "test_some.py").write_text(TEST)
     (tmp_path / "test_other.py").write_text("import other\n\ndef test_one():\n    pass\n")
     (tmp_path / "other.py").touch()
-    markers = "markers =\n    matrix: a\n    unsampled: b\n"
+    markers = "markers =\n    matrix: a\n    unsampled: b\n    slow: c\n    pod: d\n"
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = . {ROOT} {ROOT / 'tests'}\n{markers}")
     # no other plugins, which take seconds to import
     options = "-m pytest --disable-plugin-autoload -p no:cacheprovider -p xdist -p support.sample -m"
@@ -224,3 +224,35 @@ def test_a_file_beside_the_package_selects_its_product():
     tests = {page: "tests/a.py", product(): "tests/b.py"}
     assert choose(tests, ["README.md"], 3).changed == {page: (1, 1)}
     assert not choose(tests, ["mesh_transformer/README.md"], 3).changed
+
+
+SLOW = {"tests/a.py": 5, "tests/b.py": 4, "tests/c.py": 3, "tests/d.py": 2, "tests/e.py": 1}
+
+
+@pytest.mark.parametrize("turn", [0, 7])
+@pytest.mark.parametrize("changed", [(), ("tests/c.py",), tuple(SLOW)])
+def test_two_turns_have_all_slow_tests_and_a_change_adds_some(turn: int, changed: tuple[str, ...]) -> None:
+    first, second = (some_slow(SLOW, changed, number) for number in (turn, turn + 1))
+    assert first | second == set(SLOW)
+    for taken in (first, second):
+        assert set(changed) <= taken or len(changed) == len(SLOW)
+        assert 7 <= sum(SLOW[name] for name in taken) <= 11
+
+
+def test_slow_tests_wait_for_the_next_commit_and_pods_have_turns_of_their_own(
+    tmp_path: Path, some_tests: list[str]
+) -> None:
+    for name, marks in {"test_a": "slow", "test_b": "slow", "test_c": "slow,pod", "test_d": "slow,pod"}.items():
+        lines = [f"pytestmark = [{', '.join(f'pytest.mark.{mark}' for mark in marks.split(','))}]"]
+        (tmp_path / f"{name}.py").write_text("\n".join(["import pytest", *lines, "def test_it(): pass\n"]))
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    ran = []
+    for day in (1, 2):
+        commit(tmp_path, "all", 1_800_000_000 + 86_400 * day)
+        run = subprocess.run([*some_tests, "-v"], cwd=tmp_path, capture_output=True, text=True)
+        ran.append(set(re.findall(r"^(test_[abcd])\.py::test_it PASSED", run.stdout, re.MULTILINE)))
+        assert "slow tests of commands: 1 of 2 wait for the next commit" in run.stdout
+        assert "slow tests of pods and of faults: 1 of 2 wait for the next commit" in run.stdout
+        (tmp_path / "other.py").write_text("number = 2\n")
+    assert [len(names) for names in ran] == [2, 2]
+    assert ran[0] | ran[1] == {"test_a", "test_b", "test_c", "test_d"}

@@ -12,6 +12,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.tasks import Tasks
 
+pytestmark = pytest.mark.slow
+
 # nats per request
 TOLERANCE = 1e-4
 EXAMPLES = 300
@@ -35,7 +37,6 @@ def their_scores(questions, their_lm):
     return requests, scores, their_lm.computed - before
 
 
-@pytest.mark.slow
 def test_piqa_and_lambada(our_model, their_scores):
     requests, scores, computed = their_scores
     assert len(requests) == 3 * EXAMPLES

@@ -20,6 +20,8 @@ from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serving import start as serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def signals():

@@ -7,6 +7,8 @@ import pytest
 from support.commands import metrics, run, write_run
 from support.gcs_server import GcsServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bucket():
@@ -18,7 +20,6 @@ def _steps(server: GcsServer) -> set[str]:
     return {name.split("/")[1] for name in server.objects("models") if "commit_success" in name}
 
 
-@pytest.mark.slow
 def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     first, second = tmp_path / "first", tmp_path / "second"
     checkpoint = {"bucket": "models", "model_dir": "run", "ckpt_every": 4, "keep_every": None}

@@ -22,6 +22,8 @@ from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.profile import StepProfile
 from mesh_transformer.runtime.training.start import TuningSource
 
+pytestmark = pytest.mark.slow
+
 GROUPS = {
     "model": {"layers": 1, "d_model": 16, "n_heads": 2, "seq": 16, "pe_rotary_dims": 4},
     "optimizer": {"total_steps": 5, "gradient_accumulation_steps": 1},
@@ -77,7 +79,6 @@ def _executions(folder):
     return list(runs.values())
 
 
-@pytest.mark.slow
 def test_a_trace_has_whole_steps(train):
     # long enough that the last step has not ended when the trace is to stop
     (folder,) = train("logging.profile_steps=[2, 4]", "optimizer.gradient_accumulation_steps=16")

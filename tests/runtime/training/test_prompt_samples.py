@@ -29,6 +29,8 @@ from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.start import TuningSource
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["7 bottles", "1"]
 LOGGING = {"sample_prompts": PROMPTS, "sample_tokens": 12, "sample_every": 4, "tensorboard": True}
 GROUPS = {
@@ -267,7 +269,6 @@ tests.found_on(Path(sys.argv[1], str(process)), "mesh.dp=2", "mesh.pp=2", device
 """
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_give_the_samples_of_one_device(on_one_device, tmp_path: Path):
     """Process 0 alone writes them."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.commands import finish, free_port, listens_at, metrics, run, start, wait_for_step, write_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 240
 SAME = (
     "train/loss",
@@ -30,7 +32,6 @@ def _write(folder):
     )
 
 
-@pytest.mark.slow
 def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     _write(straight), _write(killed)
@@ -139,7 +140,6 @@ def small_disk(copy):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
     """The disk is full during a save, during the metrics before it, or at the lock at the start. With space, the run
     resumes."""
@@ -193,7 +193,6 @@ def test_changed_data_is_refused_or_read_anew(copy):
     assert [record["step"] for record in metrics(copy / "begun")] == list(range(1, 13))
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
     """Two processes give the same numbers. A SIGTERM to one of them stops both after the same step, and both resume, as

@@ -25,6 +25,8 @@ from mesh_transformer.runtime.training import run_folder, trainer
 from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.runtime.training.start import TuningSource
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
@@ -443,7 +445,6 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_p
     assert max(saved) == records[-1]["step"] - 1
 
 
-@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
     """The loss is still finite when the parameters overflow. The checkpoint before must stay."""
     write_run(tmp_path, optimizer={"warmup_steps": 1}, checkpoint={"ckpt_every": 1, "keep_every": None})

@@ -14,6 +14,8 @@ from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.config import load_config
 from mesh_transformer.data.records import write_records
 
+pytestmark = pytest.mark.slow
+
 # float32 sums in another order than in the original program; the same tolerance as for the trajectory in tests/train
 LOSS_RTOL = 1e-4
 
@@ -44,7 +46,6 @@ def assert_losses(found: dict[int, tuple[float, float]], expected: dict[str, np.
         np.testing.assert_allclose(found[step], theirs, rtol=LOSS_RTOL, err_msg=str(step))
 
 
-@pytest.mark.slow
 def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, original: Path) -> None:
     """Fine-tune for 3 steps from the 8-shard start, write a classic run with one shard, and resume it for 2 steps."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -113,7 +114,6 @@ def test_a_slim_run_cannot_go_on(tmp_path: Path, original: Path) -> None:
     assert "--tune-model-path" in errors
 
 
-@pytest.mark.slow
 def test_sampling_from_a_bucket_of_2021(tmp_path: Path, original: Path) -> None:
     """The same greedy tokens from local and remote shards."""
     prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"])
