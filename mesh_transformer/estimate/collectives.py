@@ -1,8 +1,9 @@
 """The time of a collective on a torus of TPU chips or between slices, and the groups of devices between which it runs.
 
 Model: rings over both directions of a torus dimension. On one of n devices, an all-gather or a reduce-scatter sends
-(n - 1) / n of the whole array, an all-reduce twice as much, an all-to-all half as much (each part takes the shorter
-way). Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH".
+(n - 1) / n of the whole array, an all-reduce twice as much (Thakur, Rabenseifner and Gropp 2005, "Optimization of
+collective communication operations in MPICH"). In an all-to-all each part goes to one device, the shorter way round: a
+quarter of a ring on average, in each dimension. The chips on its way pass it on.
 """
 
 import math
@@ -12,10 +13,10 @@ from typing import NamedTuple
 from mesh_transformer.accelerators import Accelerator
 
 # parts of the array that a device sends, in units of (n - 1) / n of it
-_SENT = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 0.5, "ragged-all-to-all": 0.5}
-_SENT |= {"collective-broadcast": 1.0}
+_SENT = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "collective-broadcast": 1.0}
+_ALL_TO_ALLS = ("all-to-all", "ragged-all-to-all")
 # the parts that a device sends between slices, whose network is no torus
-_SENT_BETWEEN_SLICES = {**_SENT, "all-to-all": 1.0}
+_SENT_BETWEEN_SLICES = {**_SENT, **dict.fromkeys(_ALL_TO_ALLS, 1.0)}
 # to start a transfer to a neighbour
 HOP_S = 2e-6
 # a group of so many chips or more is a block of the torus with rings in two, or three, dimensions at once
@@ -82,7 +83,11 @@ def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator:
         rings = 3
     # devices of one chip that belong to different groups use its links at once
     sharing = 1 if adjacent else accelerator.devices_per_chip
-    between_chips = _SENT[kind] * (chips - 1) / chips * n_bytes * sharing / (2 * rate * rings)
+    if kind in _ALL_TO_ALLS:
+        sent = rings * chips ** (1 / rings) / 4
+    else:
+        sent = _SENT[kind] * (chips - 1) / chips
+    between_chips = sent * n_bytes * sharing / (2 * rate * rings)
     inside_chips = 3 * through_memory if adjacent and accelerator.devices_per_chip > 1 else 0.0
     return between_chips + inside_chips + HOP_S * chips
 

@@ -1,5 +1,7 @@
 """The ring model of collectives, by hand, and the groups of devices in the text of a program."""
 
+import itertools
+
 import pytest
 
 from mesh_transformer.accelerators import ACCELERATORS
@@ -54,6 +56,19 @@ def test_a_block_of_the_torus_has_rings_in_several_dimensions():
     )
     assert plane == pytest.approx(line / 2 * (15 / 16) / (7 / 8))
     assert space == pytest.approx(line / 3 * (63 / 64) / (7 / 8))
+
+
+@pytest.mark.parametrize(("chips", "sides"), [(2, (2,)), (8, (8,)), (16, (4, 4))])
+def test_chips_pass_on_the_parts_of_an_all_to_all(chips, sides):
+    """All bytes times the links on their way, over all links."""
+    v5e = ACCELERATORS["v5e"]
+    links_on_the_way = sum(
+        sum(min(place, side - place) for place, side in zip(target, sides, strict=True))
+        for target in itertools.product(*map(range, sides))
+    )
+    seconds = MEBIBYTE / chips * links_on_the_way / (2 * len(sides) * 1e9 * v5e.link_gb_s)
+    found = collective_seconds("all-to-all", MEBIBYTE, DeviceGroup(chips, 1), v5e)
+    assert found == pytest.approx(seconds + chips * HOP_S)
 
 
 def test_one_device_sends_nothing():
