@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from support.gcs_server import GcsServer
     from support.hub_server import HubServer
 
-pytest_plugins = ["support.times", "support.sample"]
+pytest_plugins = ["support.times", "support.sample", "support.browser"]
 CACHE_BYTES = 1 << 30
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -61,3 +62,16 @@ def test_every_link_leads_to_a_file(site: Path) -> None:
             if name and not (page.parent / name).exists():
                 broken.append(f"{page.relative_to(site)}: {target}")
     assert not broken
+
+
+def test_no_page_scrolls_sideways_on_a_phone(site: Path, open_page: Any) -> None:
+    """What is wide scrolls or wraps in itself."""
+    pages = [path for path in site.rglob("*.html") if not {"_static", "files"} & set(path.relative_to(site).parts)]
+    page = open_page("about:blank", viewport={"width": 390, "height": 844})
+    wide = []
+    for path in pages:
+        page.goto(path.as_uri(), wait_until="load")
+        if (width := page.evaluate("document.documentElement.scrollWidth")) > 390:
+            wide.append((path.relative_to(site).as_posix(), width))
+    assert len(pages) > 25
+    assert not wide

@@ -1,4 +1,4 @@
-"""The served page in a real Chromium."""
+"""A plugin: pages in a real Chromium."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def chromium() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
-        pytest.skip("the page is tested in Chromium, which is not on this machine: apt-get install chromium")
+        pytest.skip("pages are tested in Chromium, which is not on this machine: apt-get install chromium")
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
     quiet += ["--disable-component-update", "--disable-sync"]
     quiet += ["--no-sandbox"] if os.getuid() == 0 else []
