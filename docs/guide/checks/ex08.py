@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.estimate.hlo import collectives
 
 DEVICES, EXPERTS = 4, 8
 
@@ -65,15 +67,18 @@ def check_exchange(answer: Callable[..., Any]) -> None:
 
         return answer(buffer[0], compute, DEVICES)[None]
 
-    mesh = jax.make_mesh((DEVICES,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("ep",))
     run = jax.shard_map(on_device, mesh=mesh, in_specs=(P("ep"), P("ep")), out_specs=P("ep"))
-    found = np.asarray(jax.jit(run)(buffers, matrices))
+    program = jax.jit(run).lower(buffers, matrices).compile()
+    found = np.asarray(program(buffers, matrices))
     expected = np.einsum("necd,edf->necf", buffers, matrices)
     far = np.abs(found - expected).max((2, 3))
     assert far.max() < 1e-4, (
         f"{(far > 1e-4).sum()} of {far.size} pairs of device and expert differ by up to {far.max():.2g}: "
         "did the rows of an expert get back to the device and the place that they came from?"
     )
+    kinds = Counter(one.kind for one in collectives(program.as_text()))
+    assert kinds == {"all-to-all": 2}, f"the results are right, but the program has {dict(kinds)}: two all-to-alls do"
 
 
 def check_latent_scores(answer: Callable[..., Any]) -> None:
@@ -89,7 +94,7 @@ def check_latent_scores(answer: Callable[..., Any]) -> None:
     far = np.abs(found - expected).max()
     assert far < 1e-4, f"the scores differ by {far:.2g}, where the largest is {np.abs(expected).max():.2g}"
     made = [shape for shape in _shapes(jax.make_jaxpr(answer)(q, latents, keys).jaxpr) if positions in shape]
-    largest = max(math.prod(shape) for shape in made)
+    largest = max(map(math.prod, made), default=0)
     assert largest <= positions * max(heads, rank), (
         f"an array of {largest} numbers is made, which is more than latents or scores have: multiply keys into q first"
     )
