@@ -32,6 +32,8 @@ class Run(NamedTuple):
     params: Any
     losses: list[float]
     collectives: dict[str, int]
+    # what else the example measures, by name
+    results: dict[str, float] = {}
 
 
 def fit(
@@ -115,12 +117,14 @@ def run(
     say("collectives of a step: bytes that a device receives")
     for kind, size in ours.collectives.items():
         say(f"  {kind:32} {size:,}")
+    for name, value in ours.results.items():
+        say(f"{name}: {value:.3f}")
     say(f"loss:          {' '.join(f'{loss:.4f}' for loss in ours.losses)}")
     one = train(partition(make_mesh(mesh_shape(), devices[:1])))
     say(f"on one device: {' '.join(f'{loss:.4f}' for loss in one.losses)}")
     far = difference(ours, one)
     result = {"example": example, "mesh": mesh, "collectives": ours.collectives, "losses": ours.losses}
-    say(json.dumps({**result, "difference": far}))
+    say(json.dumps({**result, **ours.results, "difference": far}))
     return 0 if ours.losses[-1] < ours.losses[0] and far <= TOLERANCE else 1
 
 
@@ -137,3 +141,26 @@ def sequences(steps: int, microbatches: int, rows: int, length: int, vocabulary:
     """(steps, microbatches, rows, length + 1) int32 tokens: each is the one before plus one of `strides` numbers."""
     draws = np.random.default_rng(0).integers(0, [vocabulary, strides], (steps, microbatches, rows, 2))
     return ((draws[..., :1] + (1 + draws[..., 1:]) * np.arange(length + 1)) % vocabulary).astype(np.int32)
+
+
+# the digits that have each segment: top, left and right above, middle, left and right below, bottom
+SEGMENTS = "02356789", "045689", "01234789", "2345689", "0268", "013456789", "0235689"
+
+
+def digits(count: int, side: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Images (count, side, side) of digits of seven segments, at several places, sizes and brightnesses and with noise,
+    and their labels (count,). The least side is 15."""
+    labels = random.integers(0, 10, count)
+    images = np.zeros((count, side, side))
+    for image, label in zip(images, labels, strict=True):
+        # the place of a digit, and the lengths of its segments
+        y, x = random.integers(1, 3, 2)
+        down, right = random.integers([5, 6], [7, 9])
+        upper, lower, across = slice(y, y + down + 1), slice(y + down, y + 2 * down + 1), slice(x, x + right + 1)
+        verticals = (upper, x), (upper, x + right), (lower, x), (lower, x + right)
+        segments = (y, across), *verticals[:2], (y + down, across), *verticals[2:], (y + 2 * down, across)
+        for lit, segment in zip(SEGMENTS, segments, strict=True):
+            if str(label) in lit:
+                image[segment] = 1
+    images = random.uniform(0.7, 1.3, (count, 1, 1)) * images + random.normal(0, 0.2, images.shape)
+    return {"images": images.astype(np.float32), "labels": labels.astype(np.int32)}

@@ -26,6 +26,7 @@ import numpy as np
 
 from mesh_transformer.ops.attend import kernels
 from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.ops.attend.full import Full
 from mesh_transformer.ops.attend.kernel import Windows
 from mesh_transformer.parallel.sharding import Partition, active, use
 
@@ -118,12 +119,16 @@ class SplitPositions:
         return attend(plan, (q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window))
 
 
-Whole = Causal | SplitHeads | SplitPositions
+Whole = Causal | Full | SplitHeads | SplitPositions
 """The kinds of an `Attend` of whole sequences."""
 
 
 def attention(
-    bias_BHTS: jax.Array | None = None, segments_BT: jax.Array | None = None, windows: Windows | None = None
+    bias_BHTS: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+    windows: Windows | None = None,
+    *,
+    causal: bool = True,
 ) -> Whole:
     """The attention of whole sequences to themselves, for the active partition.
 
@@ -131,7 +136,10 @@ def attention(
         bias_BHTS: B is 1. Rows and columns are in the order of the partition's positions.
         segments_BT: int32: a query sees the keys of its own segment only; None: all.
         windows: the values that a window which is data may have, so that a kernel can compute each; None: any.
+        causal: a query sees no later key; False: it sees all keys, and no kernel computes it.
     """
+    if not causal:
+        return Full(bias_BHTS, segments_BT)
     partition = active()
     if partition is None or partition.size("seq") == 1:
         return Causal(bias_BHTS, segments_BT, windows)
