@@ -37,6 +37,7 @@ def layer_intensity(D, F, tokens):
 
     Returns (FLOPs, bytes). The matrices are those of q, k, v, o, up and down. Count for each product the bytes of its
     matrix, of its input and of its output, once. q, k and v are one product: they read their input together once.
-    With D = 64 and F = 256, is the step of the chapter left or right of the corner of your machine? And with D = 4096?
+    With D = 64 and F = 256, is the step of the chapter left or right of the corner of your machine? And with
+    D = 4096 and F = 16384?
     """
     raise NotImplementedError
