@@ -27,12 +27,20 @@ def say(text: str) -> None:
 
 
 class Run(NamedTuple):
-    """A finished training run."""
+    """A finished training run.
+
+    Args:
+        params: the parameters after the steps that are compared with one device.
+        losses: the losses of these steps.
+        collectives: the bytes that a device receives in a step, by kind.
+        trained: the parameters after all steps.
+        results: what else the example measures, by name.
+    """
 
     params: Any
     losses: list[float]
     collectives: dict[str, int]
-    # what else the example measures, by name
+    trained: Any
     results: dict[str, float] = {}
 
 
@@ -43,12 +51,14 @@ def fit(
     step: Callable[..., Any],
     batches: Any,
     slots: Partition | None = None,
+    compared: int | None = None,
 ) -> Run:
     """Train with `step`: (parameters, optimizer state, batch) -> the new ones and the loss.
 
     Args:
         batches: a tree of arrays (steps, A, B, ...).
         slots: the partition of the optimizer state; None: that of the parameters.
+        compared: the number of steps that are compared with one device: rounding errors grow with steps; None: all.
     """
     shardings = partition.shardings(model.axes)
     params = jit(partition, model.init, out_shardings=shardings)(jax.random.key(0))
@@ -57,11 +67,14 @@ def fit(
     steps = [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(len(jax.tree.leaves(batches)[0]))]
     step = jit(partition, step, donate_argnums=(0, 1), out_shardings=(shardings, of_state, None))
     compiled = step.lower(params, state, steps[0]).compile()
-    losses = []
+    losses: list[float] = []
     for batch in steps:
         params, state, loss = compiled(params, state, batch)
         losses.append(float(loss))
-    return Run(params, losses, collective_bytes(compiled.as_text()))
+        if len(losses) == (compared or len(steps)):
+            # the next step donates the parameters
+            early = jax.device_get(params)
+    return Run(early, losses[:compared], collective_bytes(compiled.as_text()), params)
 
 
 def difference(run: Run, one: Run) -> float:
@@ -113,7 +126,7 @@ def run(
         raise UserError(f"no device of JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} found: unset it; {error}") from error
     say(f"mesh: {' x '.join(f'{axis} {size}' for axis, size in mesh.items())} ({len(devices)} x {devices[0].platform})")
     ours = train(partition(make_mesh(mesh_shape(**mesh), devices)))
-    say_parameters(ours.params)
+    say_parameters(ours.trained)
     say("collectives of a step: bytes that a device receives")
     for kind, size in ours.collectives.items():
         say(f"  {kind:32} {size:,}")
