@@ -16,9 +16,10 @@ TOLERANCE = 2e-6
 
 def random_parameters(model: HaikuModel) -> Any:
     """Parameters, none of which is 0 or 1 everywhere as in a fresh model."""
-    leaves, tree = jax.tree.flatten(model.init(jax.random.key(0)))
+    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
     random = np.random.default_rng(1)
-    return jax.tree.unflatten(tree, [x + 0.1 * random.standard_normal(x.shape).astype(np.float32) for x in leaves])
+    noise = [0.1 * random.standard_normal(x.shape).astype(np.float32) for x in leaves]
+    return jax.tree.unflatten(tree, [np.asarray(x) + more for x, more in zip(leaves, noise, strict=True)])
 
 
 def to_vit(params: Any) -> Any:
@@ -71,12 +72,13 @@ def test_the_encoder_is_the_vit_of_transformers() -> None:
     batch = common.digits(IMAGES, vision.SIDE, np.random.default_rng(0))
     model = HaikuModel(vision.embedding, vision.block, vision.head, layers=vision.LAYERS, example=batch)
     params = random_parameters(model)
-    stream = model.embed(params["embed"], batch)
+    embed, layer, head_loss = (jax.jit(function) for function in (model.embed, model.layer, model.loss))
+    stream = embed(params["embed"], batch)
     ours = [stream.x_BTD]
     for n in range(vision.LAYERS):
-        x, _ = model.layer(jax.tree.map(lambda array, n=n: array[n], params["blocks"]), stream._replace(x_BTD=ours[-1]))
-        ours.append(x)
-    loss, _ = model.loss(params, ours[-1], batch)
+        of_layer = jax.tree.map(lambda array, n=n: np.asarray(array)[n], params["blocks"])
+        ours.append(layer(of_layer, stream._replace(x_BTD=ours[-1]))[0])
+    loss, _ = head_loss(params, ours[-1], batch)
 
     with torch.no_grad():
         theirs = to_vit(params)(torch.tensor(batch["images"])[:, None], output_hidden_states=True)
