@@ -3,6 +3,7 @@
     python scripts/guide.py list             # the chapters
     python scripts/guide.py run 5            # execute the code cells of chapter 5 as a program
     python scripts/guide.py notebook 5       # write chapter 5 as a Jupyter notebook
+    python scripts/guide.py notebook FILE.md # the same for another page, such as notebooks/finetune_and_sample.md
     python scripts/guide.py check 5          # compare the answers in docs/guide/exercises/ex05.py with the checks
     python scripts/guide.py check 5 FILE     # the same for the answers in FILE
     python scripts/guide.py build            # make the site of docs/; --execute runs the cells of all chapters
@@ -44,6 +45,20 @@ DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFOR
 def chapters() -> dict[int, Path]:
     """The chapters by number."""
     return {int(path.name[:2]): path for path in sorted(GUIDE.glob("[0-9][0-9]_*.md"))}
+
+
+def page_of(text: str) -> Path:
+    """The page that an argument names: the number of a chapter, or a file.
+
+    Raises:
+        UserError: there is none.
+    """
+    if text.isdecimal():
+        return chapter(int(text))
+    page = Path(text).resolve()
+    if not page.is_file():
+        raise UserError(f"{text}: give the number of a chapter, or a file")
+    return page
 
 
 def chapter(number: int) -> Path:
@@ -108,7 +123,7 @@ def _environment() -> dict[str, str]:
 
 
 def write_notebook(page: Path, out: Path) -> None:
-    """Write a chapter as a notebook without outputs.
+    """Write a page as a notebook without outputs. The same page gives the same file.
 
     Raises:
         UserError: jupytext is not installed.
@@ -117,7 +132,13 @@ def write_notebook(page: Path, out: Path) -> None:
         import jupytext
     except ModuleNotFoundError as error:
         raise UserError("jupytext is not installed: pip install -e '.[docs]'") from error
-    jupytext.write(jupytext.read(page), out)
+    notebook = jupytext.read(page)
+    # it has the version of jupytext
+    del notebook.metadata["jupytext"]
+    for number, cell in enumerate(notebook.cells):
+        # else random
+        cell["id"] = str(number)
+    jupytext.write(notebook, out)
 
 
 def check(number: int, file: Path) -> bool:
@@ -193,15 +214,14 @@ def main() -> int:
     for name, text in {
         "run": "execute the code cells of a chapter as a program",
         "notebook": "write a chapter as a Jupyter notebook",
-        "check": "compare answers to the exercises of a chapter with its checks",
     }.items():
-        commands.add_parser(name, help=text).add_argument("number", type=int, metavar="N", help="the chapter's number")
+        commands.add_parser(name, help=text).add_argument("page", metavar="N", help="a chapter's number, or a file")
+    checks = commands.add_parser("check", help="compare answers to the exercises of a chapter with its checks")
+    checks.add_argument("number", type=int, metavar="N", help="the chapter's number")
     commands.choices["notebook"].add_argument(
         "--out", type=Path, metavar="FILE.ipynb", help="default: NN_NAME.ipynb in the current folder"
     )
-    commands.choices["check"].add_argument(
-        "file", type=Path, nargs="?", metavar="FILE", help="default: docs/guide/exercises/exNN.py"
-    )
+    checks.add_argument("file", type=Path, nargs="?", metavar="FILE", help="default: docs/guide/exercises/exNN.py")
     site = commands.add_parser("build", help="make the site of docs/")
     site.add_argument("--execute", action="store_true", help="run the cells of all chapters, which takes minutes")
     site.add_argument(
@@ -218,12 +238,13 @@ def main() -> int:
         for page in chapters().values():
             sys.stdout.write(f"{page.stem}: {title(page)}\n")
         return 0
-    page = chapter(given.number)
-    if given.command == "run":
-        return run(page)
     if given.command == "check":
+        chapter(given.number)
         file = given.file or GUIDE / "exercises" / f"ex{given.number:02d}.py"
         return 0 if check(given.number, file.resolve()) else 1
+    page = page_of(given.page)
+    if given.command == "run":
+        return run(page)
     out = given.out or Path(f"{page.stem}.ipynb")
     write_notebook(page, out)
     sys.stdout.write(f"{out}\n")

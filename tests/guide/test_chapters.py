@@ -1,30 +1,17 @@
 """The chapters of the guide: each runs, its answers pass its checks, and its exercises are unanswered."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.covering import sampled
+from support.guide import guide
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
 CHAPTERS = [path.stem for path in sorted(GUIDE.glob("[0-9][0-9]_*.md"))]
-# what tests/conftest.py sets; a reader's chapter chooses its own devices and compiles as JAX does by default
-OF_THE_TESTS = ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC", "JAX_NUMPY_", "JAX_COMPILATION_", "JAX_PERSISTENT_")
 
 pytestmark = pytest.mark.guide
-
-
-def guide(repo: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run scripts/guide.py in the environment of a reader."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_TESTS)}
-    return subprocess.run(
-        [sys.executable, "scripts/guide.py", *arguments],
-        cwd=repo, env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
 
 
 def files_of(chapter: str) -> list[str]:
