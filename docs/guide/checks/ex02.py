@@ -32,7 +32,7 @@ def check_encode_word(answer):
             right = reference.encode(word).tokens
             ours = list(answer(word, list(merges)))
             assert "".join(ours) == word, f"the tokens of {word!r} are {ours}: together they must be the word"
-            guess = "Merge the pair that was learned first, wherever it stands in the word."
+            guess = "Of the pairs in the word, merge the one that was learned first, from left to right."
             if len(ours) > len(right):
                 guess = "A merge is missing: go on until no pair is in the list."
             assert ours == right, f"{word!r} with the merges {merges} gives {right}, and not {ours}. {guess}"
