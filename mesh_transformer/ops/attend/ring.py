@@ -265,8 +265,8 @@ def _all_visits(
     """`state` and the gradients of the device's own keys after the keys of all devices were visited.
 
     `visit(state, device, keys, gradients)` adds the keys of `device`, None for the own ones, to the state, and returns
-    it with the gradients of these keys. What is sent does not depend on the visit, so the compiler may overlap both: the
-    next keys before a visit, and the gradients of the last visit.
+    it with the gradients of these keys. What is sent does not depend on the visit, so the compiler may overlap both:
+    the next keys before a visit, and the gradients of the last visit.
     """
     own, n = jax.lax.axis_index(plan.axis), plan.devices
     if plan.mode == "gather":
