@@ -115,20 +115,31 @@ class OnRay:
         self._cores: tuple[float, int] = (-1.0, 1)
 
     def _start(self) -> None:
-        """Start a cluster on this machine. Another user's cluster on it is not joined."""
+        """Start a cluster on this machine. Another user's cluster on it is not joined.
+
+        Ray gives its first process 30 s, which are too few on a busy machine: a second try finds its files in memory.
+
+        Raises:
+            UserError: Ray did not start twice.
+        """
         import ray
 
         sizes: dict[str, Any] = {"num_cpus": self._workers, "object_store_memory": _OBJECT_STORE_BYTES}
-        try:
-            # Ray logs several lines about a machine that is too slow
-            quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-            ray.init(address="local", include_dashboard=False, **sizes, **quiet)
-        # among them are plain Exceptions
-        except Exception as error:  # noqa: BLE001
-            said = first_line(error).rstrip(".")
-            raise UserError(
-                f"Ray does not start on this machine: {said}. Use --workers 1, which needs no Ray"
-            ) from error
+        # Ray logs several lines about a machine that is too slow
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+        for last in (False, True):
+            try:
+                ray.init(address="local", include_dashboard=False, **sizes, **quiet)
+                return
+            # among them are plain Exceptions
+            except Exception as error:  # noqa: BLE001
+                ray.shutdown()
+                said = first_line(error).rstrip(".")
+                if last:
+                    raise UserError(
+                        f"Ray does not start on this machine: {said}. Use --workers 1, which needs no Ray"
+                    ) from error
+                log.warning("Ray did not start: %s. It starts a second time", said)
 
     def _most(self) -> int:
         """How many tasks may be open. Nodes may join at any time."""
