@@ -35,6 +35,8 @@ nb_execution_mode = "off"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+# warnings of packages speak of the machine that builds the site
+nb_output_stderr = "remove"
 
 add_module_names = False
 autodoc_member_order = "groupwise"
