@@ -51,6 +51,7 @@ def check_tick(answer: Callable[..., Any]) -> None:
         expected = np.tanh(expected @ matrix)
         far = _difference(outputs[stage, stage : stage + len(x)], expected)
         hint = "does it take microbatch t?" if stage == 0 else "does it compute what the stage before has sent?"
+        hint += " Is the first result what is sent, and the second the output of this stage?"
         assert far < 1e-5, f"stage {stage} differs from one device by {far:.2g} where numbers are about 1: {hint}"
 
 
@@ -85,7 +86,13 @@ def check_item(answer: Callable[..., Any]) -> None:
                         f"{name}, stage {stage} computes microbatch {microbatch} of round {turn} again in tick {t}"
                     )
                     seen[microbatch, turn * stages + stage] = t
-        missing = {(m, c) for m in range(microbatches) for c in range(rounds * stages)} - set(seen)
+        work = {(m, c) for m in range(microbatches) for c in range(rounds * stages)}
+        missing, unknown = work - set(seen), set(seen) - work
+        assert not unknown, (
+            f"{name}, there is no microbatch and group {min(unknown)}, which the answer has in tick "
+            f"{seen[min(unknown)]}: "
+            "a stage without work has None"
+        )
         assert not missing, (
             f"{name}, {len(missing)} of {rounds * stages * microbatches} pairs of microbatch and group are not "
             f"computed in the first {ticks} ticks, such as (microbatch, group) {min(missing)}"
