@@ -15,7 +15,6 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-
 # the kinds of transfers between TPU slices, in the words of their runtime
 _BETWEEN_SLICES = {
     "ALL_GATHER": "all-gather",

@@ -22,8 +22,8 @@ def gradient_sums(parameter: set[str], tokens: set[str]) -> tuple[set[str], set[
     computed the gradient of its own tokens. Return two sets of axes: over the first the gradient is summed, and all
     devices get the whole sum (all-reduce); over the second each device gets its part of the sum (reduce-scatter).
 
-    Examples to think about: a matrix of columns (split by fsdp and tp; tokens split by dp and fsdp); the scale of a
-    norm (split by fsdp) where positions are whole; the same where tp splits the positions.
+    Think of three examples. A matrix of columns is split by fsdp and tp, and its tokens by dp and fsdp. The scale of a
+    norm is split by fsdp, where positions are whole. The same scale, where tp splits the positions.
     """
     raise NotImplementedError
 
