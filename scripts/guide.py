@@ -14,6 +14,7 @@ Exit code 1: a cell, an answer or the build fails. Exit code 2: there is no such
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
@@ -187,7 +188,7 @@ def _judged(check: Callable[..., object], answers: ModuleType, name: str) -> str
     if answer is None:
         return f"the file {answers.__file__} has no function {name}"
     try:
-        check(answer)
+        check(_with_a_result(answer, name))
     except AssertionError as error:
         return " ".join(str(error).split()) or _described(error, Path(str(answers.__file__)))
     except Exception as error:  # noqa: BLE001  (what an answer raises)
@@ -196,6 +197,18 @@ def _judged(check: Callable[..., object], answers: ModuleType, name: str) -> str
             return "not answered yet"
         return _described(error, Path(str(answers.__file__)))
     return ""
+
+
+def _with_a_result(answer: Callable[..., object], name: str) -> Callable[..., object]:
+    """The same function, which says so if it returns nothing."""
+
+    @functools.wraps(answer)
+    def called(*args: object, **kwargs: object) -> object:
+        result = answer(*args, **kwargs)
+        assert result is not None, f"{name} returns None: expected a result"
+        return result
+
+    return called
 
 
 def _described(error: Exception, file: Path) -> str:
