@@ -2,8 +2,9 @@
 
 Model: rings over both directions of a torus dimension. On one of n devices, an all-gather or a reduce-scatter sends
 (n - 1) / n of the whole array, an all-reduce twice as much (Thakur, Rabenseifner and Gropp 2005, "Optimization of
-collective communication operations in MPICH"). In an all-to-all each part goes to one device, the shorter way round: a
-quarter of a ring on average, in each dimension. The chips on its way pass it on.
+collective communication operations in MPICH"). Between the devices of a plane, libtpu sums along rings in all
+dimensions at once, but it gathers and scatters along one ring (docs/preflight.md). In an all-to-all each part goes to
+one device, the shorter way round: a quarter of a ring on average, in each dimension. The chips on its way pass it on.
 """
 
 import math
@@ -84,12 +85,23 @@ def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator:
     # devices of one chip that belong to different groups use its links at once
     sharing = 1 if adjacent else accelerator.devices_per_chip
     if kind in _ALL_TO_ALLS:
-        sent = rings * chips ** (1 / rings) / 4
+        sent = chips ** (1 / rings) / 4
     else:
-        sent = _SENT[kind] * (chips - 1) / chips
-    between_chips = sent * n_bytes * sharing / (2 * rate * rings)
+        sent = _sent_in_a_ring(kind, rings) * (chips - 1) / chips
+    between_chips = sent * n_bytes * sharing / (2 * rate)
     inside_chips = 3 * through_memory if adjacent and accelerator.devices_per_chip > 1 else 0.0
     return between_chips + inside_chips + HOP_S * chips
+
+
+def _sent_in_a_ring(kind: str, rings: int) -> float:
+    """What a ring carries, in units of (n - 1) / n of the array. An all-reduce uses all of the rings between a group.
+
+    libtpu replaces a reduce-scatter by an all-reduce where that is faster.
+    """
+    summed = _SENT["all-reduce"] / rings
+    if kind == "all-reduce":
+        return summed
+    return min(_SENT[kind], summed) if kind == "reduce-scatter" else _SENT[kind]
 
 
 def slice_seconds(kind: str, n_bytes: int, slices: int, accelerator: Accelerator) -> float:

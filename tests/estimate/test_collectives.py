@@ -49,13 +49,23 @@ def test_the_two_cores_of_a_chip_share_its_links():
     assert one_chip == pytest.approx(2 * MEBIBYTE / 450e9)
 
 
-def test_a_block_of_the_torus_has_rings_in_several_dimensions():
+def test_a_sum_runs_along_rings_in_several_dimensions():
     v4, large = ACCELERATORS["v4"], 1 << 30
     line, plane, space = (
-        collective_seconds("all-gather", large, DeviceGroup(n, 1), v4) - n * HOP_S for n in (8, 16, 64)
+        collective_seconds("all-reduce", large, DeviceGroup(n, 1), v4) - n * HOP_S for n in (8, 16, 64)
     )
     assert plane == pytest.approx(line / 2 * (15 / 16) / (7 / 8))
     assert space == pytest.approx(line / 3 * (63 / 64) / (7 / 8))
+
+
+@pytest.mark.parametrize(("chips", "scatter"), [(8, 1), (16, 1), (64, 2 / 3)])
+def test_gathers_and_scatters_run_along_one_ring(chips, scatter):
+    """v4: between 64 chips, an all-reduce along three rings is faster than a scatter along one."""
+    v4, large, hops = ACCELERATORS["v4"], 1 << 30, chips * HOP_S
+    ring = (chips - 1) / chips * large / (2e9 * v4.link_gb_s)
+    group = DeviceGroup(chips, 1)
+    assert collective_seconds("all-gather", large, group, v4) - hops == pytest.approx(ring)
+    assert collective_seconds("reduce-scatter", large, group, v4) - hops == pytest.approx(scatter * ring)
 
 
 @pytest.mark.parametrize(("chips", "sides"), [(2, (2,)), (8, (8,)), (16, (4, 4))])

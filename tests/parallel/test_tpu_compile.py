@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.builders import TINY
 from support.replicas import OWN, sequences_over_tp
 
@@ -110,6 +111,26 @@ def test_overlapped_permutes_run_during_products(name):
     # forward: a gather and a scatter; backward: the gather again, the gradients of both
     assert len(large) == 5 * (tp - 1)
     assert sum(one.products > 0 for one in large) >= 4 * (tp - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("v5e-8", "reduce-scatter"), ("v5e-16", "all-reduce"), ("v4-64", "all-reduce")]
+)
+def test_gathers_run_along_one_ring_and_a_scatter_over_a_plane_is_a_sum(name, kind):
+    """As `estimate.collectives` has it, also for a scatter that a program writes by hand."""
+    devices = slice_devices(name)
+    mesh = jax.make_mesh((len(devices),), ("fsdp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=jax.NamedSharding(mesh, P("fsdp")))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    def gather_and_scatter(part):
+        whole = jax.lax.all_gather(part, "fsdp", tiled=True)
+        return jax.lax.psum_scatter(whole @ whole, "fsdp", tiled=True)
+
+    hlo = gather_and_scatter.lower(split).compile().as_text()
+    assert [one.kind for one in collectives(hlo)] == ["all-gather", kind]
+    assert re.findall(r'"emitter":"(\dD)AllGather', hlo) == ["1D"]
 
 
 @pytest.mark.parametrize("name", MESHES)
