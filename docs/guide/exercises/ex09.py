@@ -18,12 +18,13 @@ def gradient_sums(parameter: set[str], tokens: set[str]) -> tuple[set[str], set[
     """Over which axes must the gradient of an array be summed?
 
     `parameter` has the mesh axes that split the array, `tokens` those that split the tokens by which it is multiplied.
-    An axis in both is FSDP: its devices gather the array before they use it, and each has other tokens. A device has
-    computed the gradient of its own tokens. Return two sets of axes: over the first the gradient is summed, and all
-    devices get the whole sum (all-reduce); over the second each device gets its part of the sum (reduce-scatter).
+    An axis in both is FSDP: its devices gather the array before they use it, and each has other tokens. (Experts see
+    the tokens of all devices of ep, so ep is not in `tokens` for them.) A device has computed the gradient of its own
+    tokens. Return two sets of axes: over the first the gradient is summed, and all devices get the whole sum
+    (all-reduce); over the second each device gets its part of the sum (reduce-scatter).
 
-    Think of three examples. A matrix of columns is split by fsdp and tp, and its tokens by dp and fsdp. The scale of a
-    norm is split by fsdp, where positions are whole. The same scale, where tp splits the positions.
+    Think of three examples. Columns of a matrix are split by tp and its rows by fsdp, the tokens by dp and fsdp. The
+    scale of a norm is split by fsdp, with the same tokens. The same scale, where tp splits the positions of the tokens.
     """
     raise NotImplementedError
 
