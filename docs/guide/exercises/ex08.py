@@ -38,8 +38,8 @@ def exchange(buffer: jax.Array, compute: Callable[[jax.Array], jax.Array], devic
 
     Args:
         buffer: (E, C, D): this device's rows for each of all E experts.
-        compute: what this device's E / devices experts compute: (E / devices, R, D) -> the same shape, for any R. Row r
-            of the first dimension goes through this device's expert r.
+        compute: what this device's E / devices experts compute: (E / devices, R, D) -> the same shape, for any R. Entry
+            e of the first dimension has the rows of this device's expert e.
         devices: the number of devices. Device 0 has the first E / devices experts.
 
     Returns:
