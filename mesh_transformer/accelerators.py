@@ -2,9 +2,9 @@
 
 Sources: for TPUs Google's page on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x), and for the usable
 memory the compiler of libtpu 0.0.42, which names it when it refuses a program; the network between slices is the "data
-center network bandwidth" of these pages (the pages of v2, v3 and v4 do not give it); for GPUs NVIDIA's data sheets
-(H100 SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX devices, which share its
-links.
+center network bandwidth" of these pages (the pages of v2, v3 and v4 do not give it); a torus of two dimensions is
+closed in a whole pod, and one of three in slices whose sides are multiples of 4; for GPUs NVIDIA's data sheets (H100
+SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX devices, which share its links.
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ class Accelerator:
     devices_per_chip: int = 1
     # dimensions of the torus of chips
     torus: int = 2
+    # the fewest chips whose torus is closed: the links of the last chip of a row lead to the first one
+    closed_torus: int = 0
     # one direction of the share that a device has of the network between slices, GB/s; 0: not known
     dcn_gb_s: float = 0.0
 
@@ -44,13 +46,13 @@ class Accelerator:
 ACCELERATORS = {
     accelerator.name: accelerator
     for accelerator in (
-        Accelerator("v2", "TPU v2", 22.9, 350, 7.48, 0.70, 62, 2),
-        Accelerator("v3", "TPU v3", 61.5, 450, 15.48, 0.94, 82, 2),
-        Accelerator("v4", "TPU v4", 275, 1228, 30.75, 1.05, 45, torus=3),
-        Accelerator("v5e", "TPU v5 lite", 197, 819, 15.75, 1.5, 45, dcn_gb_s=3.125),
-        Accelerator("v5p", "TPU v5", 459, 2765, 95.74, 1.75, 90, torus=3, dcn_gb_s=6.25),
-        Accelerator("v6e", "TPU v6 lite", 918, 1640, 31.25, 1.75, 90, dcn_gb_s=12.5),
-        Accelerator("v7x", "TPU7x", 1153, 3690, 94.75, 1.75, 90, 2, torus=3, dcn_gb_s=6.25),
+        Accelerator("v2", "TPU v2", 22.9, 350, 7.48, 0.70, 62, 2, closed_torus=256),
+        Accelerator("v3", "TPU v3", 61.5, 450, 15.48, 0.94, 82, 2, closed_torus=1024),
+        Accelerator("v4", "TPU v4", 275, 1228, 30.75, 1.05, 45, torus=3, closed_torus=64),
+        Accelerator("v5e", "TPU v5 lite", 197, 819, 15.75, 1.5, 45, closed_torus=256, dcn_gb_s=3.125),
+        Accelerator("v5p", "TPU v5", 459, 2765, 95.74, 1.75, 90, torus=3, closed_torus=64, dcn_gb_s=6.25),
+        Accelerator("v6e", "TPU v6 lite", 918, 1640, 31.25, 1.75, 90, closed_torus=256, dcn_gb_s=12.5),
+        Accelerator("v7x", "TPU7x", 1153, 3690, 94.75, 1.75, 90, 2, torus=3, closed_torus=64, dcn_gb_s=6.25),
         Accelerator("a100", "NVIDIA A100-SXM4-80GB", 312, 2039, 78.0, link_gb_s=150),
         Accelerator("h100", "NVIDIA H100 80GB HBM3", 989, 3350, 78.0, link_gb_s=225),
         Accelerator("h200", "NVIDIA H200", 989, 4800, 139.0, link_gb_s=225),

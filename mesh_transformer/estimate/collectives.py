@@ -2,9 +2,9 @@
 
 Model: rings over both directions of a torus dimension. On one of n devices, an all-gather or a reduce-scatter sends
 (n - 1) / n of the whole array, an all-reduce twice as much (Thakur, Rabenseifner and Gropp 2005, "Optimization of
-collective communication operations in MPICH"). Between the devices of a plane, libtpu sums along rings in all
-dimensions at once, but it gathers and scatters along one ring (docs/preflight.md). In an all-to-all each part goes to
-one device, the shorter way round: a quarter of a ring on average, in each dimension. The chips on its way pass it on.
+collective communication operations in MPICH"). In an all-to-all each part goes to one device, the shorter way round: a
+quarter of a ring on average, in each dimension. The chips on its way pass it on. Where a torus is closed, libtpu sums
+along rings in all dimensions at once. It gathers and scatters along one ring (docs/preflight.md).
 """
 
 import math
@@ -20,7 +20,7 @@ _ALL_TO_ALLS = ("all-to-all", "ragged-all-to-all")
 _SENT_BETWEEN_SLICES = {**_SENT, **dict.fromkeys(_ALL_TO_ALLS, 1.0)}
 # to start a transfer to a neighbour
 HOP_S = 2e-6
-# a group of so many chips or more is a block of the torus with rings in two, or three, dimensions at once
+# a group of so many chips or more is a block of the torus in two, or three, dimensions
 PLANE_CHIPS, SPACE_CHIPS = 16, 64
 
 
@@ -79,15 +79,17 @@ def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator:
     through_memory = n_bytes / (1e9 * accelerator.memory_gb_s)
     if chips == 1:
         return 2 * through_memory
-    rings = 1 if not adjacent or chips < PLANE_CHIPS else 2
+    dimensions = 1 if not adjacent or chips < PLANE_CHIPS else 2
     if accelerator.torus == 3 and adjacent and chips >= SPACE_CHIPS:
-        rings = 3
+        dimensions = 3
+    closed = chips >= accelerator.closed_torus
     # devices of one chip that belong to different groups use its links at once
     sharing = 1 if adjacent else accelerator.devices_per_chip
     if kind in _ALL_TO_ALLS:
-        sent = chips ** (1 / rings) / 4
+        # a row of chips that is no ring has half the links between its two halves
+        sent = chips ** (1 / dimensions) / (4 if dimensions == 1 or closed else 2)
     else:
-        sent = _sent_in_a_ring(kind, rings) * (chips - 1) / chips
+        sent = _sent_in_a_ring(kind, dimensions if closed else 1) * (chips - 1) / chips
     between_chips = sent * n_bytes * sharing / (2 * rate)
     inside_chips = 3 * through_memory if adjacent and accelerator.devices_per_chip > 1 else 0.0
     return between_chips + inside_chips + HOP_S * chips

@@ -49,34 +49,32 @@ def test_the_two_cores_of_a_chip_share_its_links():
     assert one_chip == pytest.approx(2 * MEBIBYTE / 450e9)
 
 
-def test_a_sum_runs_along_rings_in_several_dimensions():
-    v4, large = ACCELERATORS["v4"], 1 << 30
-    line, plane, space = (
-        collective_seconds("all-reduce", large, DeviceGroup(n, 1), v4) - n * HOP_S for n in (8, 16, 64)
-    )
-    assert plane == pytest.approx(line / 2 * (15 / 16) / (7 / 8))
-    assert space == pytest.approx(line / 3 * (63 / 64) / (7 / 8))
+@pytest.mark.parametrize(
+    ("name", "chips", "rings"), [("v4", 16, 1), ("v4", 32, 1), ("v4", 64, 3), ("v5e", 64, 1), ("v5e", 256, 2)]
+)
+def test_a_closed_torus_sums_along_rings_in_all_dimensions(name, chips, rings):
+    """v4-64 has 2 x 4 x 4 chips, whose links end at the sides. v4-128 has 4 x 4 x 4, whose links go round."""
+    accelerator, large = ACCELERATORS[name], 1 << 30
+    ring = (chips - 1) / chips * large / (2e9 * accelerator.link_gb_s)
+    seconds = {
+        kind: collective_seconds(kind, large, DeviceGroup(chips, 1), accelerator) - chips * HOP_S
+        for kind in ("all-reduce", "all-gather", "reduce-scatter")
+    }
+    assert seconds["all-reduce"] == pytest.approx(2 * ring / rings)
+    assert seconds["all-gather"] == pytest.approx(ring)
+    assert seconds["reduce-scatter"] == pytest.approx(min(ring, seconds["all-reduce"]))
 
 
-@pytest.mark.parametrize(("chips", "scatter"), [(8, 1), (16, 1), (64, 2 / 3)])
-def test_gathers_and_scatters_run_along_one_ring(chips, scatter):
-    """v4: between 64 chips, an all-reduce along three rings is faster than a scatter along one."""
-    v4, large, hops = ACCELERATORS["v4"], 1 << 30, chips * HOP_S
-    ring = (chips - 1) / chips * large / (2e9 * v4.link_gb_s)
-    group = DeviceGroup(chips, 1)
-    assert collective_seconds("all-gather", large, group, v4) - hops == pytest.approx(ring)
-    assert collective_seconds("reduce-scatter", large, group, v4) - hops == pytest.approx(scatter * ring)
-
-
-@pytest.mark.parametrize(("chips", "sides"), [(2, (2,)), (8, (8,)), (16, (4, 4))])
-def test_chips_pass_on_the_parts_of_an_all_to_all(chips, sides):
-    """All bytes times the links on their way, over all links."""
-    v5e = ACCELERATORS["v5e"]
-    links_on_the_way = sum(
-        sum(min(place, side - place) for place, side in zip(target, sides, strict=True))
-        for target in itertools.product(*map(range, sides))
-    )
-    seconds = MEBIBYTE / chips * links_on_the_way / (2 * len(sides) * 1e9 * v5e.link_gb_s)
+@pytest.mark.parametrize(
+    ("chips", "sides", "closed"), [(2, (2,), True), (8, (8,), True), (16, (4, 4), False), (256, (16, 16), True)]
+)
+def test_chips_pass_on_the_parts_of_an_all_to_all(chips, sides, closed):
+    """The parts that cross the middle of the slice, over the links there. A ring has two middles."""
+    v5e, side = ACCELERATORS["v5e"], sides[0]
+    places = list(itertools.product(*map(range, sides)))
+    crossing = sum(one[0] < side // 2 <= other[0] for one in places for other in places)
+    links = (2 if closed else 1) * len(places) / side
+    seconds = crossing * MEBIBYTE / chips / (links * 1e9 * v5e.link_gb_s)
     found = collective_seconds("all-to-all", MEBIBYTE, DeviceGroup(chips, 1), v5e)
     assert found == pytest.approx(seconds + chips * HOP_S)
 
