@@ -17,9 +17,10 @@ def weighted_gradient(row_losses, params, inputs, targets, weights, mesh):
 def remove_the_sum(row_losses, params, inputs, targets, mesh):
     """Remove the psum from a data-parallel gradient of the mean loss. Which check fails, and by how much?
 
-    Returns two things. First the class of the exception that `jax.shard_map` raises without the psum. Then how wrong
-    the gradient is if `check_vma=False` turns this check off: the norm of its difference from the gradient of all rows,
-    divided by the norm of that gradient. Measure both; do not write them down.
+    Leave the pcast in: without it JAX adds a psum of its own. Returns two things. First the class of the exception that
+    `jax.shard_map` raises without the psum. Then how wrong the gradient is if `check_vma=False` turns this check off:
+    the norm of its difference from the gradient of all rows, divided by the norm of that gradient. Measure both; do not
+    write them down.
     """
     raise NotImplementedError
 
