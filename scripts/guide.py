@@ -20,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ GUIDE = ROOT / "docs" / "guide"
 CELL = re.compile(
     r"^```\{code-cell\}[^\n]*\n(?:---\n.*?^---\n|(?::[^\n]*\n)*)(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+# characters of an exception's message that a check shows: JAX explains itself on several lines
+MESSAGE = 500
 # reads the program from its input; the name of the chapter stands in tracebacks
 CHILD = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'))"
 # what the first cell of a chapter sets
@@ -215,7 +218,7 @@ def _described(error: Exception, file: Path) -> str:
     """An exception on one line, with the last line of the file that it passed."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" ({file.name}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{place}"
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), MESSAGE)}{place}"
 
 
 def main() -> int:

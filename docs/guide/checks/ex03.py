@@ -53,7 +53,10 @@ def _require_equal(gradient, reference, params, inputs, targets, weights):
     guess = "Compare with the gradient of one device by hand, row by row."
     ratio = float(optax.tree.norm(gradient) / optax.tree.norm(reference))
     if _difference(optax.tree.scale(1 / ratio, gradient), reference) <= TOLERANCE:
-        guess = f"It is the right direction, {ratio:.4g} times too long: psum or division stands once too often."
+        guess = (
+            f"It has the right direction and {ratio:.4g} times the length. Is a pcast missing before jax.grad, so that "
+            "JAX sums once more? Or does a psum or a division stand once too often?"
+        )
     elif _difference(gradient, _reference(params, inputs, targets, np.ones_like(weights))) <= TOLERANCE:
         guess = "It is the gradient of equal weights."
     elif not np.isfinite(far):
@@ -86,7 +89,10 @@ def check_remove_the_sum(answer):
     wrong = jax.jit(jax.shard_map(without_sum, check_vma=False, **specs))(params, inputs, targets)
     far = _difference(wrong, _reference(params, inputs, targets, np.ones_like(weights)))
     error, difference = answer(_row_losses, params, inputs, targets, _mesh())
-    assert error is expected, f"shard_map raises {expected.__name__} here, not {error}"
+    assert error is expected, (
+        f"shard_map raises {expected.__name__} here, not {error}. Without a pcast before jax.grad, JAX adds the sum "
+        "itself and raises nothing"
+    )
     assert abs(difference - far) < 1e-3 * far, (
         f"without the psum the result is the gradient of the first device's rows, which is {far:.4f} of the norm away; "
         f"you measured {difference:.4f}"
