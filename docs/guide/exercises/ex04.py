@@ -18,11 +18,12 @@ def zero_bytes(parameters, devices, stage, weights, gradients, optimizer):
 
 
 def fsdp_gradient(layer, loss, weights, inputs, targets, mesh):
-    """The gradient of a stack of layers whose weights are split, (L, D, D).
+    """The gradient, with respect to `weights` (L, D, D), of the mean loss of all rows.
 
-    `layer(x, w)` is one layer, and `loss(x, targets)` the mean loss of its rows. The mesh has the axis "fsdp". It
-    splits rows, and dimension 1 of `weights` and of the gradient. Gather one layer at a time, forward and backward.
-    No device may ever have the weights of all layers.
+    `layer(x, w)` is one layer, and `loss(x, targets)` the mean loss of the rows that it gets. The function is called
+    with whole arrays: write the `jax.shard_map` too. The mesh has the axis "fsdp". It splits rows, and dimension 1 of
+    `weights` and of the gradient. Gather one layer at a time, forward and backward. No device may ever have the
+    weights of all layers.
     """
     raise NotImplementedError
 
