@@ -24,13 +24,18 @@ def experts_of(layer: LayerSizes) -> Experts | None:
 def rows_bytes(layer: LayerSizes) -> float:
     """Bytes of the rows of a layer's choices in a microbatch, as wide as the residual stream; 0 without experts.
 
-    Without a capacity, the buffers of an exchange have room for the choices of all devices of the group.
+    Without a capacity, a device has room for the choices of all devices of the group, as far as they can go to its
+    experts.
     """
     experts, step = experts_of(layer), layer.step
     if experts is None:
         return 0.0
-    room = step.config.experts.capacity_factor or step.split.parts("experts")
-    return room * experts.router.chosen * step.whole_rows
+    chosen, devices = experts.router.chosen, step.split.parts("experts")
+    if factor := step.config.experts.capacity_factor:
+        return factor * chosen * step.whole_rows
+    if step.config.experts.exchange == "tokens":
+        chosen = min(chosen, experts.count // devices)
+    return devices * chosen * step.whole_rows
 
 
 def columns(layer: LayerSizes) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import Estimate, estimate
+from mesh_transformer.estimate.experts import rows_bytes
 from mesh_transformer.estimate.prediction import FORMULA_MEMORY, FORMULA_TIME, predict_training
 from mesh_transformer.estimate.programs import default_folder
 from mesh_transformer.estimate.rates import FITTED, LIKE
@@ -270,6 +271,23 @@ def test_every_policy_names_activations_of_known_size(repo):
     tokens = 2048
     assert layer.kept["block_in"] == tokens * 4096 * 2
     assert layer.kept["mlp_hidden"] == tokens * 16384 // 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "choices"),
+    [
+        # 32 experts, 4 choices of a token: at most 2 go to a device with 2 experts
+        (["mesh.ep=16"], 16 * 2),
+        (["mesh.ep=4", "mesh.fsdp=4"], 4 * 4),
+        (["mesh.ep=16", "experts.exchange=gather"], 16 * 4),
+        (["mesh.ep=16", "experts.capacity_factor=1.25"], 1.25 * 4),
+    ],
+)
+def test_a_device_has_room_for_the_choices_that_can_go_to_its_experts(repo, overrides, choices):
+    given = ["mesh.dp=1", "mesh.fsdp=1", "data.per_replica_batch=1", *overrides]
+    config = load_config(str(repo / "configs/moe_1B_A300M.json"), given)
+    (layer,) = StepSizes.of(config, config.check_devices(16), ACCELERATORS["v5e"]).layers
+    assert rows_bytes(layer) == choices * 2048 * 1024 * 2
 
 
 def test_what_is_kept_is_not_computed_again(repo):

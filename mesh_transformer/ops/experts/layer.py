@@ -62,7 +62,7 @@ class Weights(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The experts of each token, int32, and the weights of their outputs, float32."""
+    """The experts of each token, int32, which differ, and the weights of their outputs, float32."""
 
     weights_Nk: jax.Array
     experts_Nk: jax.Array
@@ -135,8 +135,10 @@ def exchanged(
 def _exchanged_all(
     x_ND: jax.Array, choices: Choices, queues: Queues, weights: Weights, activation: Activation, axes: tuple[str, ...]
 ) -> jax.Array:
-    """The outputs of all choices. A device may get all choices of each other device: M = N k."""
-    size, own = choices.experts_Nk.size, len(weights.in_EDF)
+    """The outputs of all choices. The experts of a token differ, so at most min(k, e) of its choices go to one device:
+    each device has room for N min(k, e) rows of each other device."""
+    (tokens, chosen), own = choices.experts_Nk.shape, len(weights.in_EDF)
+    size = tokens * min(chosen, own)
     counts_ne = queues.sizes_E.reshape(-1, own)
     ends_n = jnp.cumsum(counts_ne.sum(1))
     device_kN = choices.experts_Nk.T // own

@@ -23,7 +23,7 @@ class Routing(NamedTuple):
 
     # float32: what the output of each chosen expert is multiplied by
     weights_BTk: jax.Array
-    # int32
+    # int32: the experts of a token differ
     experts_BTk: jax.Array
     # float32: the scores of all experts, with a sum of 1
     probs_BTE: jax.Array

@@ -13,6 +13,7 @@ from support.experts import Problem, relative_differences
 
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
+from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.ops.experts import Biases, Dispatch, Routing, apply, dispatch, route, statistics
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.replicas import Replicas
@@ -21,6 +22,7 @@ from mesh_transformer.spec import Router
 
 MESHES = {
     "ep4": {"ep": 4},
+    "ep8": {"ep": 8},
     "dp2_ep4": {"dp": 2, "ep": 4},
     "fsdp2_ep2_tp2": {"fsdp": 2, "ep": 2, "tp": 2},
     "cp2_ep2_tp2": {"cp": 2, "ep": 2, "tp": 2},
@@ -30,7 +32,13 @@ MESHES = {
 FILES = ("ops/experts",)
 CLOSE = 5e-6
 PROBLEM = Problem.random(8, 6, d=16, f=8, experts=8, chosen=3, empty=(2, 6))
-PROBLEMS = {"plain": PROBLEM, "biases": PROBLEM.with_biases(gated=True), "no gate": PROBLEM.with_biases(gated=False)}
+PROBLEMS = {
+    "plain": PROBLEM,
+    "biases": PROBLEM.with_biases(gated=True),
+    "no gate": PROBLEM.with_biases(gated=False),
+    # each token chooses experts 4 to 7, in any order: all experts of the last devices
+    "full": Problem.random(8, 6, d=16, f=8, experts=8, chosen=4, empty=(0, 1, 2, 3)),
+}
 
 
 def partition_of(mesh: str, **rules: Any) -> Partition:
@@ -92,11 +100,32 @@ def test_a_device_computes_up_to_the_capacity_of_its_tokens(mesh: str, exchange:
     sizes = MESHES[mesh]
     splits = {"dp", "fsdp"} | ({"ep"} if exchange == "tokens" else set())
     parts = int(np.prod([size for axis, size in sizes.items() if axis in splits]))
-    fits = PROBLEM.kept(1.0, parts, sizes.get("cp", 1))
-    y, gradients = PROBLEMS[kind].dense(fits)
+    problem = PROBLEMS[kind]
+    fits = problem.kept(1.0, parts, sizes.get("cp", 1))
+    y, gradients = problem.dense(fits)
     found, dropped = outputs(partition_of(mesh), Dispatch(exchange, capacity_factor=1.0), kind=kind)
     assert max(relative_differences(found, [y, *gradients])) < CLOSE
     assert dropped == (1 - fits).sum() > 0
+
+
+@pytest.mark.parametrize(("mesh", "room"), [("ep4", 2), ("ep8", 1)])
+def test_the_room_between_two_devices_is_filled_to_its_last_row(mesh: str, room: int) -> None:
+    """A device has 2 experts, or 1, and gets so many of the 4 choices of each token."""
+    partition, problem = partition_of(mesh), PROBLEMS["full"]
+    found, _ = outputs(partition, Dispatch(), kind="full")
+    assert max(relative_differences(found, dense("full"))) < CLOSE
+
+    def layer(x: jax.Array, routing: Routing) -> jax.Array:
+        return apply(Dispatch(), x, routing, *problem.parameters[:3], jax.nn.silu)[0]
+
+    routing = Routing(problem.weights_BTk, problem.experts_BTk, problem.weights_BTk)
+    with use(partition):
+        program = jax.jit(layer).lower(problem.x_BTD, routing).compile()
+    sequences, positions, width = problem.x_BTD.shape
+    # devices x (tokens of one) = all tokens; the number of each expert's rows goes before
+    rows, counts = 4 * room * sequences * positions * width, 4 * len(problem.in_EDF)
+    sent = [one.nbytes for one in collectives(program.as_text()) if one.kind == "all-to-all"]
+    assert sorted(sent) == [counts, rows, rows]
 
 
 def test_devices_that_all_have_the_whole_batch() -> None:
