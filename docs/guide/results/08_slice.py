@@ -1,4 +1,4 @@
-"""Compile a training step with experts for a v5e-16 in three ways, and write what chapter 8 reads.
+"""Compile a training step with experts for a v5e-16 in four ways, and write what chapter 8 reads.
 
     python docs/guide/results/08_slice.py
 
@@ -27,6 +27,7 @@ WAYS = {
     "weights travel": ("mesh.fsdp=16",),
     "tokens travel": ("mesh.fsdp=1", "mesh.ep=16", "experts.capacity_factor=1.25"),
     "tokens, dropless": ("mesh.fsdp=1", "mesh.ep=16"),
+    "both": ("mesh.fsdp=4", "mesh.ep=4", "experts.capacity_factor=1.25"),
 }
 # operations of a table that are kept, beside its collectives
 LONGEST = 16
