@@ -71,7 +71,7 @@ def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environm
     )
 
 
-def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120) -> tuple[str, str]:
+def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 300) -> tuple[str, str]:
     """Wait for the end. Returns standard output and standard error, and shows them if the exit code differs from
     `code`."""
     output, errors = process.communicate(timeout=timeout_s)
