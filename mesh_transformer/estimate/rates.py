@@ -27,11 +27,13 @@ FITTED = {
     "v3": Fit(0.93, 145, 0, 0),
     "v4": Fit(0.88, 135, 0, 0),
     "v5e": Fit(0.90, 141, 0.05, 48 * MIB, 0.55),
+    "v5p": Fit(0.80, 145, 0, 0, 0.4),
     "v6e": Fit(0.80, 220, 0.05, 48 * MIB),
 }
-"""From the step of GPT-J-6B on v3-8, v5e-8 and v6e-8 (fsdp 4, tp 2), v4-8 (fsdp 2, tp 2) and v3-256, and for the room
-on v5e-8 (fsdp 8). v5e and v6e have 128 MiB of vector memory. v3 and v4 have 16 MiB, in which logits never stay."""
-LIKE = {"v2": "v3", "v5p": "v4", "v7x": "v6e"}
+"""From the step of GPT-J-6B on v3-8, v5e-8 and v6e-8 (fsdp 4, tp 2), v4-8 (fsdp 2, tp 2), v3-256, v5p-8 and v5p-256
+(fsdp 16; tp 2; tp 4), and for the room on v5e-8 (fsdp 8). v5e and v6e have 128 MiB of vector memory. v3 and v4 have 16
+MiB, in which logits never stay."""
+LIKE = {"v2": "v3", "v7x": "v6e"}
 """Generations without a compiled program, and the nearest one that has."""
 # of the peak in large products of an H200, 750 of 989 TFLOP/s; of the memory's rate in a pass, which is not measured
 GPU_PRODUCT_SHARE, GPU_PASS_SHARE = 0.76, 0.8
