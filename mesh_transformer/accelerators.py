@@ -1,10 +1,11 @@
 """The table of accelerators: the rates and the usable memory of one JAX device of each kind.
 
 Sources: for TPUs Google's page on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x), and for the usable
-memory the compiler of libtpu 0.0.42, which names it when it refuses a program; the network between slices is the "data
-center network bandwidth" of these pages (the pages of v2, v3 and v4 do not give it); a torus of two dimensions is
-closed in a whole pod, and one of three in slices whose sides are multiples of 4; for GPUs NVIDIA's data sheets (H100
-SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX devices, which share its links.
+memory the compiler of libtpu 0.0.42, which names it when it refuses a program. The network between slices is the "data
+center network bandwidth" of these pages; the pages of v2, v3 and v4 do not give it. A torus of two dimensions is closed
+in a whole pod. A torus of three dimensions is closed in slices whose sides are multiples of 4. For GPUs the sources are
+NVIDIA's data sheets (H100 SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX
+devices, which share its links.
 """
 
 from dataclasses import dataclass
