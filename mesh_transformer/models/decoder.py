@@ -18,7 +18,7 @@ from mesh_transformer import spec
 from mesh_transformer.models.mechanisms import BlockModule, module_of
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Means, Norm, OutputBias, columns, parameter
 from mesh_transformer.ops.attend.causal import soft_capped
-from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.linear import add_bias, lookup, matmul
 from mesh_transformer.ops.tensor_parallel import row
 from mesh_transformer.parallel.sharding import constrain
 
@@ -159,7 +159,7 @@ class Embedding(hk.Module):
         self.shape, self.bias, self.stddev = (rows, width), bias, stddev or 1 / np.sqrt(rows)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = constrain(jnp.take(self.table(), tokens_BT, axis=0), "batch", "seq", "act_embed")
+        x_BTD = constrain(lookup(self.table(), tokens_BT), "batch", "seq", "act_embed")
         return add_bias(x_BTD, parameter("b", self.shape[1:], ZEROS, "embed")) if self.bias else x_BTD
 
     def table(self) -> jax.Array:
@@ -176,7 +176,7 @@ class PositionTable(hk.Module):
 
     def __call__(self, positions_BT: jax.Array) -> jax.Array:
         table = parameter("w", self.shape, hk.initializers.TruncatedNormal(0.02), None, "embed")
-        return jnp.take(table, positions_BT, axis=0)
+        return lookup(table, positions_BT)
 
 
 class RelativeBias(hk.Module):
@@ -193,7 +193,7 @@ class RelativeBias(hk.Module):
         def bias(positions_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
             distance = positions_BT[:, :, None] - keys_BS[:, None]
             distance = jnp.clip(distance, 0, len(self.bucket_of) - 1)
-            bias_HBTS = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)
+            bias_HBTS = lookup(table_HN, jnp.asarray(self.bucket_of)[distance], 1)
             return rearrange(bias_HBTS, "h b t s -> b h t s")
 
         return bias

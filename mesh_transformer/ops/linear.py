@@ -1,4 +1,4 @@
-"""Affine maps whose gradients compile well everywhere.
+"""Affine maps and lookups in tables, whose gradients compile well everywhere.
 
 Shapes: ... leading dims (N when flattened: all tokens), D input dims, F output dims.
 """
@@ -169,6 +169,30 @@ def column_sums_by_product(x_F: jax.Array) -> jax.Array:
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lookup(table: jax.Array, indices: jax.Array, axis: int = 0) -> jax.Array:
+    """`jnp.take`: the entries of a table along `axis`, such as the rows (V, D) of tokens (B, T) -> (B, T, D).
+
+    The table's gradient is summed in float32, and then rounded to the table's dtype. A sum in bfloat16 loses up to a
+    third of the gradient of an entry that is read thousands of times.
+    """
+    return jnp.take(table, indices, axis=axis)
+
+
+def _lookup_forward(table: jax.Array, indices: jax.Array, axis: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return lookup(table, indices, axis), (table, indices)
+
+
+def _lookup_backward(axis: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
+    table, indices = saved
+    # the values of the table are not read, so no float32 copy of it is made
+    _, pull = jax.vjp(lambda table: jnp.take(table, indices, axis=axis), table.astype(jnp.float32))
+    return pull(dy.astype(jnp.float32))[0].astype(table.dtype), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["others", "joined"], meta_fields=["names", "sizes"])
