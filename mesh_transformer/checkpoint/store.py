@@ -71,7 +71,7 @@ class CheckpointStore:
         root: str,
         *,
         keep_every: int | None = None,
-        keep_latest: int = 1,
+        keep_latest: int = 2,
         read_only: bool = False,
         model: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,

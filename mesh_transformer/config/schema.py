@@ -109,9 +109,10 @@ class CheckpointConfig(Group):
     ckpt_every: Steps = 500
     """steps between checkpoints; the last step is always saved"""
     keep_every: Steps | None = None
-    """keep the checkpoint of every step that this number divides; absent: keep only the newest"""
-    keep_latest: Annotated[Count, Unit("checkpoints")] = 1
-    """number of newest checkpoints to keep, in addition to the checkpoints that keep_every keeps"""
+    """keep the checkpoint of every step that this number divides; absent: keep only the newest ones"""
+    keep_latest: Annotated[Count, Unit("checkpoints")] = 2
+    """number of newest checkpoints to keep, in addition to the checkpoints that keep_every keeps. With 1, a damaged
+    checkpoint has none before it"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -30,7 +30,7 @@ def runs(root: str) -> None:
     assert found.extra["seen"] == 2
     second.save(3, state(3), {}, read_origin(second.folder(2), found.extra))
     second.close()
-    assert second.steps() == [3]
+    assert second.steps() == [2, 3]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mesh_transformer import files, liveness
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, byte_size
 from mesh_transformer.logs import log
 
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
@@ -128,6 +128,25 @@ def check_writable(folder: str) -> None:
             pass
     except OSError as error:
         raise UserError(f"checkpoint.model_dir {folder} is not writable ({error}): use another folder") from error
+
+
+def warn_of_little_space(folder: str, checkpoint: int, steps: int, keep_latest: int) -> None:
+    """Log a warning if the disk has no room for the checkpoints that exist during a save: `keep_latest`, and the one
+    that is written.
+
+    Args:
+        folder: of a local run, which has `steps` checkpoints.
+        checkpoint: bytes of one.
+    """
+    free, copies = shutil.disk_usage(folder).free, keep_latest + 1
+    needed = checkpoint * (copies - min(steps, keep_latest))
+    if free < needed:
+        fewer = "" if keep_latest == 1 else ", or keep only the newest: --set checkpoint.keep_latest=1"
+        log.warning(
+            "a save may fill the disk: it needs room for %d checkpoints of %s (checkpoint.keep_latest %d), of which %s "
+            "are still to be written, and %s has %s free: free some space%s",
+            *(copies, byte_size(checkpoint), keep_latest, byte_size(needed), folder, byte_size(free), fewer),
+        )
 
 
 def check_shared(root: str) -> None:

@@ -214,6 +214,9 @@ class TrainingRun:
         try:
             logged = self._logged()
             start_point = start.resume_or_start(self.session, self.program, store, self.source, logged)
+            if self.is_first and start_point.step < total and not files.is_remote(settings.root):
+                size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.program.abstract_state))
+                run_folder.warn_of_little_space(self.folder, size, len(store.steps()), settings.keep_latest)
             if start_point.step == 0:
                 suggest_a_faster_step(self.session)
             if start_point.loader_state is not None:

@@ -122,11 +122,11 @@ def test_another_mesh_continues_the_same_run(copy, third):
 
 @pytest.fixture
 def small_disk(copy):
-    """A folder `disk` with the run `begun` on a 2 MiB file system, and a function that fills it except for some
+    """A folder `disk` with the run `begun` on a 3 MiB file system, and a function that fills it except for some
     bytes."""
     disk = copy / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here, to be filled: {mounted.stderr.strip()}")
     shutil.copytree(copy / "begun", disk / "begun")
@@ -141,8 +141,8 @@ def small_disk(copy):
 
 
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
-    """The disk is full during a save, during the metrics before it, or at the lock at the start. With space, the run
-    resumes."""
+    """The disk is full during a save, during the metrics before it, or at the lock at the start. The run says at its
+    start that this may happen. With space, it resumes."""
     disk, leave = small_disk
     command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=disk/begun"]
     command += ["--set", "logging.tensorboard=true", "--set", "logging.plot=true"]
@@ -152,10 +152,15 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
         leave(room or 0)
         _, errors = run(*command, cwd=copy, code=1)
         # the run before may have written half a line of metrics: a warning says that it is removed
-        expected = re.compile(r"\d\d:\d\d:\d\d (I |W .*metrics\.jsonl ended with)")
+        expected = re.compile(r"\d\d:\d\d:\d\d (I |W .*metrics\.jsonl ended with|W a save may fill the disk)")
         lines = [line for line in errors.splitlines() if not expected.match(line)]
         assert len(lines) == 1, errors
         _check_full_disk(lines[0], disk)
+        if room:
+            # two checkpoints exist, and the third has no room
+            assert "it needs room for 3 checkpoints of 601 kB (checkpoint.keep_latest 2), of which 601 kB" in errors
+            assert "disk/begun has 65.5 kB free" in errors
+            assert "--set checkpoint.keep_latest=1" in errors
     (disk / "filler").unlink()
     run(*command, cwd=copy)
     last = {record["step"]: record["train/loss"] for record in metrics(disk / "begun")}
