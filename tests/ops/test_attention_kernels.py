@@ -21,7 +21,7 @@ from mesh_transformer.config import ComputeConfig, MeshConfig, parse_config
 from mesh_transformer.config.mesh import mesh_shape, training_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.ops.attend import context, kernels, splash
+from mesh_transformer.ops.attend import context, cudnn, kernels, splash
 from mesh_transformer.ops.attend.kernel import Case, Target
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition
@@ -105,6 +105,32 @@ def test_a_kernel_that_cannot_work_is_refused_with_the_mesh(name: str, why: str)
     config = parse_config(TINY, [f"compute.attention={name}"])
     with pytest.raises(UserError, match=why):
         Placement.of(config, jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(splash, "_splash_attention_bwd"), (cudnn, "_dot_product_attention_fwd_cuda_lowering")],
+    ids=["splash", "cudnn"],
+)
+def test_a_kernel_with_other_arguments_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, module: Any, function: str
+) -> None:
+    case = dataclasses.replace(GPTJ, target=H100) if module is cudnn else GPTJ
+    name = module.__name__.rpartition(".")[2]
+    assert (kernels.choose("auto", case), kernels.left_out(case.target.platform)) == (name, [])
+
+    def check(reason: str) -> None:
+        assert kernels.choose("auto", case) == "plain"
+        (left_out,) = kernels.left_out(case.target.platform)
+        assert reason in left_out
+        with pytest.raises(UserError, match="^compute.attention .*: set compute.attention=auto, or plain") as refusal:
+            kernels.choose(name, case)
+        assert reason in str(refusal.value)
+
+    monkeypatch.setattr(module._library(), function, lambda ctx, query, *, fp8: None)
+    check(f"{function} has other arguments: ctx, query, fp8")
+    monkeypatch.delattr(module._library(), function)
+    check(f"which has no {module._MODULE}.{function}")
 
 
 def test_long_windows_are_none() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -15,11 +17,21 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, on_each_device, split_heads
+from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, changed_arguments, on_each_device, split_heads
 from mesh_transformer.parallel.sharding import Partition, Tree
 
 # compute capability: the largest dims of a head
 _HEAD_DIMS = {8: 128, 9: 256}
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+# the arguments of JAX's primitives: arrays, what the backward pass gets besides, and options
+_ARRAYS = (
+    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
+    *("page_table_k", "page_table_v"),
+)
+_SAVED = ("activation", "fwd_output", "grad_output")
+_OPTIONS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+# options since JAX 0.12, for a function that changes the logits
+_SCORE = ("score_mod_name", "score_mod_jaxpr")
 
 
 def refuses(case: Case) -> str | None:
@@ -46,6 +58,25 @@ def refuses(case: Case) -> str | None:
     return None
 
 
+def unsupported() -> str | None:
+    """See `Kernel`."""
+    forward, backward = _ARRAYS, (*_ARRAYS, *_SAVED)
+    return changed_arguments(
+        *(_MODULE, _lowering("fwd")),
+        ("ctx", *forward, *_OPTIONS, "is_training"),
+        ("ctx", *forward, "score_mod_args", *_OPTIONS, *_SCORE, "is_training"),
+    ) or changed_arguments(
+        *(_MODULE, _lowering("bwd")),
+        ("ctx", *backward, *_OPTIONS),
+        ("ctx", *backward, "score_mod_args", *_OPTIONS, *_SCORE),
+    )
+
+
+def _lowering(phase: str) -> str:
+    """The function whose arguments are those of the primitive; the others take any options."""
+    return f"_dot_product_attention_{phase}_cuda_lowering"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
     """What is known before the arrays."""
@@ -66,14 +97,16 @@ class _Plan:
         whole = split_heads(self.partition)
         return P(whole[0], whole[2])
 
-    def bind(self, name: str, arrays: Sequence[jax.Array], **more: bool) -> tuple[jax.Array, ...]:
-        """The results of a primitive of JAX for q, k and v, and what follows them.
+    def bind(self, phase: str, arrays: Sequence[jax.Array], **more: object) -> tuple[jax.Array, ...]:
+        """The results of the primitive of a phase, fwd or bwd, for q, k and v, and what follows them.
 
         `jax.nn.dot_product_attention` binds the same primitives. But it asks an attached GPU what it can compute, and a
         program may be compiled for another; and the policies of compute.remat know no name of what it keeps.
         """
         none = jnp.zeros(0, arrays[0].dtype)
-        results = getattr(_library(), name).bind(
+        known = inspect.signature(getattr(_library(), _lowering(phase))).parameters
+        more |= {name: None for name in _SCORE if name in known}
+        results = getattr(_library(), f"_dot_product_attention_{phase}_p").bind(
             *arrays[:3],
             # no bias, lengths, offsets and pages
             *[none] * 7,
@@ -103,7 +136,7 @@ def _attend(plan: _Plan, q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array
 
 def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     def of_device(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, ...]:
-        return plan.bind("_dot_product_attention_fwd_p", given, is_training=True)
+        return plan.bind("fwd", given, is_training=True)
 
     run = plan.map(of_device, 3, (split_heads(plan.partition), plan.normalizer))
     mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(*given))
@@ -113,7 +146,7 @@ def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array
 def _backward(plan: _Plan, saved: tuple[jax.Array, ...], dy_BTHK: jax.Array) -> tuple[jax.Array, ...]:
     def of_device(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, mixed, dy, log_z = arrays
-        return plan.bind("_dot_product_attention_bwd_p", (q, k, v, log_z, mixed, dy))
+        return plan.bind("bwd", (q, k, v, log_z, mixed, dy))
 
     *arrays, log_z = saved
     dq, dk, dv = plan.map(of_device, 5, [split_heads(plan.partition)] * 3)(*arrays, dy_BTHK, log_z)
@@ -124,9 +157,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _library() -> ModuleType:
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
+    return importlib.import_module(_MODULE)
 
 
-KERNEL = Kernel(refuses, attend)
+KERNEL = Kernel(refuses, unsupported, attend)

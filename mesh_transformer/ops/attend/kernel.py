@@ -6,7 +6,9 @@ Shapes: as in `ops.attend.causal`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -77,8 +79,25 @@ class Kernel:
 
     refuses: Callable[[Case], str | None]
     """Why it cannot compute a case, in the words after "compute.attention NAME"; None: it can."""
+    unsupported: Callable[[], str | None]
+    """Why it does not work with the installed JAX, whose names it uses without a promise, in the same words; None: it
+    does."""
     attend: Callable[[Partition, Call], jax.Array]
     """The output of attention, (B, T, H, V) of q's dtype."""
+
+
+def changed_arguments(module: str, name: str, *known: Sequence[str]) -> str | None:
+    """Why a function of JAX cannot be used, in the words of `Kernel.unsupported`: it is gone, or its arguments, in
+    order, are none of `known`. None: it can."""
+    try:
+        parameters = tuple(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError):
+        return f"does not work with JAX {jax.__version__}, which has no {module}.{name}"
+    if parameters in map(tuple, known):
+        return None
+    return (
+        f"does not work with JAX {jax.__version__}, whose {module}.{name} has other arguments: {', '.join(parameters)}"
+    )
 
 
 def on_each_device(

@@ -33,11 +33,22 @@ def choose(setting: str, case: Case) -> str:
     """
     if setting == "auto":
         own = (name for name, platform in KERNELS.items() if platform == case.target.platform)
-        return next((name for name in own if _kernel(name).refuses(case) is None), PLAIN)
-    reason = None if setting == PLAIN else _kernel(setting).refuses(case)
+        return next((name for name in own if _refusal(name, case) is None), PLAIN)
+    reason = None if setting == PLAIN else _refusal(setting, case)
     if reason is not None:
         raise UserError(f"compute.attention {setting} {reason}: set compute.attention=auto, or plain")
     return setting
+
+
+def _refusal(name: str, case: Case) -> str | None:
+    return _kernel(name).refuses(case) or _kernel(name).unsupported()
+
+
+def left_out(platform: str) -> list[str]:
+    """Of each kernel for a platform that "auto" never takes, because it does not work with the installed JAX: its name
+    and the reason."""
+    reasons = {name: _kernel(name).unsupported() for name, own in KERNELS.items() if own == platform}
+    return [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +19,15 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Windows, on_each_device, split_heads
+from mesh_transformer.ops.attend.kernel import (
+    Call,
+    Case,
+    Kernel,
+    Windows,
+    changed_arguments,
+    on_each_device,
+    split_heads,
+)
 from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 if TYPE_CHECKING:
@@ -33,6 +42,12 @@ _BLOCK, _LANES = 512, 128
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
 _HEAD_DIMS = (64, 256)
 _DTYPES = ("bfloat16", "float32")
+_MODULE = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+# the arguments of its backward pass: those that a kernel keeps by name, then the saved arrays and the gradient
+_KEPT = (
+    *("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function"),
+    *("attn_logits_soft_cap", "interpret"),
+)
 Mask = Literal["causal", "full"]
 """causal: the keys have the positions of the queries. full: a query sees all keys."""
 Segments = tuple[jax.Array, jax.Array] | None
@@ -63,6 +78,11 @@ def refuses(case: Case) -> str | None:
     if case.ring is not None and case.windows != (None,):
         return f"cannot compute windows with mesh.context_mode {case.ring}"
     return None
+
+
+def unsupported() -> str | None:
+    """See `Kernel`."""
+    return changed_arguments(_MODULE, "_splash_attention_bwd", (*_KEPT, "res", "do"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,7 +219,7 @@ class Blocks:
         """
         kernel = self._kernel(mask, window, q_BTHK, k_BSJK)
         q, k, v = self._scaled(q_BTHK), _heads_first(k_BSJK), _heads_first(v_BSJV)
-        pull = functools.partial(_library()._splash_attention_bwd, *_arguments(kernel))
+        pull = functools.partial(_library()._splash_attention_bwd, *(kernel.kwargs[name] for name in _KEPT))
 
         def gradients(
             given: tuple[jax.Array, ...], ids: SegmentIds | None, kept: tuple[jax.Array, ...], dy: jax.Array
@@ -264,13 +284,6 @@ def _largest_block(length: int) -> int:
     return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
-def _arguments(kernel: SplashAttentionKernel) -> Sequence[object]:
-    """The first arguments of `_splash_attention_bwd`, in its order."""
-    given = kernel.kwargs
-    names = ("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
-    return [given[name] for name in (*names, "attn_logits_soft_cap", "interpret")]
-
-
 def _ids(segments: Segments) -> SegmentIds | None:
     return None if segments is None else _library().SegmentIds(*segments)
 
@@ -281,9 +294,7 @@ def _heads_first(x_BTHK: jax.Array) -> jax.Array:
 
 def _library() -> ModuleType:
     # imported where it is used: Pallas takes half a second, which a run on a CPU does not need
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-    return splash_attention_kernel
+    return importlib.import_module(_MODULE)
 
 
 def _masks() -> ModuleType:
@@ -292,4 +303,4 @@ def _masks() -> ModuleType:
     return splash_attention_mask
 
 
-KERNEL = Kernel(refuses, attend)
+KERNEL = Kernel(refuses, unsupported, attend)

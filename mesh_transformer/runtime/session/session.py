@@ -12,6 +12,7 @@ from mesh_transformer.config.mesh import named
 from mesh_transformer.errors import plural
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.ops.attend.kernels import left_out
 from mesh_transformer.parallel.mesh import process_rows
 from mesh_transformer.sequences import Sequences
 
@@ -38,6 +39,9 @@ class Session:
             UserError: the devices do not fit the mesh.
         """
         shape = config.mesh.shape(jax.device_count())
+        if config.compute.attention == "auto":
+            for reason in left_out(jax.devices()[0].platform):
+                log.warning("compute.attention auto leaves out %s", reason)
         return cls(config, shape, Placement.of(config, jax.devices()), tokenizer_files)
 
     @functools.cached_property

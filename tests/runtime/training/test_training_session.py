@@ -13,6 +13,7 @@ from support.builders import TINY
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.estimate import overlap
+from mesh_transformer.ops.attend import cudnn, kernels
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.training.session import open_session, suggest_a_faster_step, warn_of_idle_stages
 
@@ -46,6 +47,22 @@ def test_auto_is_decided_in_training_only(caplog: pytest.LogCaptureFixture) -> N
     assert (training.config, training.tokenizer_files) == (config, "tokenizer")
     assert config.mesh.overlap_tp == "auto"
     assert "mesh.overlap_tp auto is true" in caplog.text
+
+
+def test_a_kernel_that_the_installed_jax_has_changed_is_left_out_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(kernels.KERNELS, "cudnn", "cpu")
+    Session.open(parse_config(TINY))
+    assert not caplog.records
+    monkeypatch.setattr(cudnn._library(), "_dot_product_attention_bwd_cuda_lowering", lambda ctx, query, key: None)
+    Session.open(parse_config(TINY))
+    reason = f"cudnn does not work with JAX {jax.__version__}, whose {cudnn._MODULE}.{cudnn._lowering('bwd')}"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compute.attention auto leaves out {reason} has other arguments: ctx, query, key"
+    ]
+    Session.open(parse_config(TINY, ["compute.attention=plain"]))
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.usefixtures("on_a_tpu")
