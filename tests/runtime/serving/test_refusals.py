@@ -148,9 +148,45 @@ def test_a_million_wrong_elements_are_one_fault(server):
     assert len(error["message"]) < 200
 
 
-def test_the_type_of_the_body_must_be_json(server):
-    response = server.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
-    assert "application/json" in refusal(response, 400)["message"]
+POSTED = [
+    "/v1/completions", "/v1/chat/completions", "/v1/engines/tiny/completions", "/complete", "/tokenize", "/detokenize",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (None, "the body has no Content-Type: "),
+        ("", "the body has no Content-Type: "),
+        ("text/plain", "the body has Content-Type 'text/plain': "),
+        ("text/plain; application/json", "Content-Type 'text/plain; application/json': "),
+        ("application/json, text/plain", "Content-Type 'application/json, text/plain': "),
+        ("application/x-www-form-urlencoded", "Content-Type 'application/x-www-form-urlencoded': "),
+        ("multipart/form-data; boundary=x", "Content-Type 'multipart/form-data; boundary=x': "),
+        ("application/vnd.x+json", "Content-Type 'application/vnd.x+json': "),
+        ("x" * 5000, "Content-Type 'xxx"),
+    ],
+)
+def test_the_type_of_the_body_must_be_json(server, path, kind, words):
+    """A web page of any site may send a body of another type, or of none, without a preflight."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    calls = len(server.engine.calls)
+    error = refusal(server.client.post(path, content=b'{"prompt": "a", "tokens": [1]}', headers=headers), 400)
+    assert words in error["message"]
+    assert error["message"].endswith(": send JSON with Content-Type: application/json")
+    assert len(error["message"]) < 300
+    assert len(server.engine.calls) == calls
+
+
+@pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", "application/json;charset=UTF-8"])
+def test_json_may_name_its_charset(server, kind):
+    response = server.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+    assert response.status_code == 200
+
+
+def test_a_path_that_does_not_exist_is_a_404_with_any_body(server):
+    assert "POST /v1/completions" in refusal(server.client.post("/v1/files", files={"file": b"a"}), 404)["message"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
