@@ -64,7 +64,7 @@ def endpoints() -> str:
     from mesh_transformer.runtime.serving.app import make_app
 
     # the routes are made without a request, which would need a model
-    schema = make_app(mock.MagicMock(timeout_s=1.0), ())._app.openapi()  # type: ignore[attr-defined]
+    schema = make_app(mock.MagicMock(timeout_s=1.0), (), ())._app.openapi()  # type: ignore[attr-defined]
     rows = ["\n| route | fields of the body |\n|---|---|\n"]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

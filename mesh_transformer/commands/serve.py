@@ -23,6 +23,15 @@ def main(arguments: Sequence[str] | None = None, open_engine: Callable[..., Any]
         metavar="FILE",
         help="file with one API key per line; each request must then send a key: Authorization: Bearer KEY",
     )
+    parser.add_argument(
+        "--allow-origin",
+        dest="allow_origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages of this origin, such as https://example.org, may read the answers, besides pages of this "
+        "machine; may be repeated; *: all pages (default: * with --api-key-file, else no others)",
+    )
     for flag, name, default, metavar, text in [
         ("--slots", "slots", 8, "N", "sequences that are computed at the same time"),
         (

@@ -17,6 +17,8 @@ def chromium() -> Iterator[Any]:
         pytest.skip("pages are tested in Chromium, which is not on this machine: apt-get install chromium")
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
     quiet += ["--disable-component-update", "--disable-sync"]
+    # names of other sites, for which no network is needed
+    quiet += ["--host-resolver-rules=MAP *.example 127.0.0.1"]
     quiet += ["--no-sandbox"] if os.getuid() == 0 else []
     with playwright.sync_playwright() as start:
         browser = start.chromium.launch(executable_path=CHROMIUM, args=quiet)

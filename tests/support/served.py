@@ -97,6 +97,7 @@ def serve(
     tokenizer: Tokenizer | None = None,
     max_queue: int = 16,
     keys: Sequence[str] = (),
+    allow_origins: Sequence[str] = (),
     timeout_s: float = 20,
     drain_s: float = 20,
     held: bool = False,
@@ -118,7 +119,8 @@ def serve(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    served = Served(engine, Service(model, [key.encode() for key in keys], listener, drain_s), model, url)
+    service = Service(model, [key.encode() for key in keys], allow_origins, listener, drain_s)
+    served = Served(engine, service, model, url)
     try:
         if not held:
             wait_until(lambda: loop.state == "ok")

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mesh_transformer.runtime.serving.cors import Cors
 from mesh_transformer.runtime.serving.responses import ApiError, ClientGone, invalid, to_json, unavailable
 
 # time for the head of a request, from the opening of the socket or from the first byte after the previous response
@@ -37,14 +38,6 @@ SMALL_BODY_BYTES = 4 << 10
 MAX_BODY_S = 60.0
 # paths that need no key, and the start of such paths
 OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "/health", "/version", "/openapi.json"}), "/page/"
-_CORS = {
-    "Access-Control-Allow-Origin": "*",
-    # the asterisk does not include Authorization
-    "Access-Control-Allow-Headers": "*, Authorization",
-    "Access-Control-Allow-Methods": "*",
-    "Access-Control-Expose-Headers": "Retry-After",
-    "Access-Control-Max-Age": "7200",
-}
 
 
 class AccessMiddleware:
@@ -53,18 +46,19 @@ class AccessMiddleware:
     Args:
         keys: the API keys. A request needs one of them in the header `Authorization: Bearer KEY`. Empty: no key is
             needed.
+        cors: which web pages may read the answers of the APIs and of /health.
         timeout_s: the time limit of a request in seconds. A body must arrive within this time and within MAX_BODY_S.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[bytes], timeout_s: float):
-        self._app, self._keys = app, [_digest(key) for key in keys]
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes], cors: Cors, timeout_s: float):
+        self._app, self._keys, self._cors = app, [_digest(key) for key in keys], cors
         self._body_s = min(timeout_s, MAX_BODY_S)
         # counted bytes of all bodies, by client
         self._body_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _for_pages(scope["path"]):
-            send = _with_cors(send)
+            send = self._cors.wrap(scope, send)
         # uvicorn omits the body of a response to HEAD
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
@@ -182,8 +176,7 @@ def _check_encoding(encoding: str) -> None:
 
 
 def _for_pages(path: str) -> bool:
-    """Whether pages of other origins may call a path: the APIs and /health. Their error responses have CORS headers
-    too."""
+    """Whether a path is for pages of other origins: the APIs and /health."""
     return path in ("/complete", "/tokenize", "/detokenize", "/health") or path.startswith("/v1/")
 
 
@@ -195,15 +188,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return whole.pop() if whole else await receive()
 
     return next_message
-
-
-def _with_cors(send: Send) -> Send:
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(_CORS)
-        await send(message)
-
-    return send_with_headers
 
 
 class BoundedConnection(H11Protocol):

@@ -14,6 +14,7 @@ from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serving import chat, classic, completions, models, page, tokens
 from mesh_transformer.runtime.serving.access import AccessMiddleware
+from mesh_transformer.runtime.serving.cors import Cors
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
@@ -25,11 +26,12 @@ _UNREADABLE = (
 )
 
 
-def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
+def make_app(model: ServedModel, keys: Sequence[bytes], allow_origins: Sequence[str]) -> ASGIApp:
     """The application for uvicorn.
 
     Args:
         keys: the API keys; a request needs one of them. Empty: requests need no key.
+        allow_origins: see `Cors`. Empty: "*" if there are keys, else no other origins.
     """
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     for endpoint in (completions, chat, classic, tokens, models):
@@ -42,7 +44,8 @@ def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
     app.include_router(page.router())
     _add_state_routes(app, model.loop)
     _add_error_handlers(app)
-    return AccessMiddleware(app, keys, model.timeout_s)
+    cors = Cors(allow_origins or (["*"] if keys else []))
+    return AccessMiddleware(app, keys, cors, model.timeout_s)
 
 
 async def _check_content_type(request: Request) -> None:

@@ -26,6 +26,7 @@ from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.access import BoundedConnection
 from mesh_transformer.runtime.serving.app import make_app
+from mesh_transformer.runtime.serving.cors import check_origin
 from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
@@ -60,6 +61,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 5000
     api_key_file: str | None = None
+    allow_origins: Sequence[str] = ()
     slots: int = 8
     max_queue: int = 64
     timeout_s: float = 600.0
@@ -75,6 +77,8 @@ class ServeOptions:
         ]:
             if not fits:
                 raise UserError(f"{name} {value}: must be {allowed}")
+        for origin in self.allow_origins:
+            check_origin(origin)
 
 
 def run(
@@ -114,7 +118,7 @@ def run(
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
     name = config.logging.name or _unnamed(config_path, source)
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
-    service = Service(model, keys, listener, options.drain_s)
+    service = Service(model, keys, options.allow_origins, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
     failure = out_of_memory(loop.failure) or loop.failure
     if isinstance(failure, UserError | RunError):
@@ -132,12 +136,19 @@ def run(
 class Service:
     """A server on a bound socket."""
 
-    def __init__(self, model: ServedModel, keys: Sequence[bytes], listener: socket.socket, drain_s: float):
+    def __init__(
+        self,
+        model: ServedModel,
+        keys: Sequence[bytes],
+        allow_origins: Sequence[str],
+        listener: socket.socket,
+        drain_s: float,
+    ):
         self._model, self._loop, self._listener, self._drain_s = model, model.loop, listener, drain_s
         most = connection_limit(model.loop.slots + model.loop.max_queue)
         self._server = _Server(
             uvicorn.Config(
-                make_app(model, keys),
+                make_app(model, keys, allow_origins),
                 http=cast(type[asyncio.Protocol], functools.partial(BoundedConnection, most=most)),
                 ws="none",
                 lifespan="off",

@@ -40,7 +40,6 @@ def test_the_fields_of_the_original(server):
     if wanted.finish_reason == "stop":
         wanted.tokens.pop()
     assert response.json() == {"completion": text_of(wanted)}
-    assert response.headers["access-control-allow-origin"] == "*"
 
 
 def test_numbers_as_strings_and_the_other_fields(server):
@@ -104,20 +103,3 @@ def test_a_stop_cuts_the_completion(server):
 def test_missing_and_wrong_fields_are_reported(server, body, words):
     response = server.post(body, "/complete")
     assert words in refusal(response, 400)["message"]
-    assert response.headers["access-control-allow-origin"] == "*"
-
-
-@pytest.mark.parametrize("path", ["/complete", "/v1/completions", "/v1/models", "/health"])
-def test_preflight(server, path):
-    response = server.client.options(path)
-    assert response.status_code == 204
-    for name in ("origin", "methods", "headers"):
-        assert response.headers[f"access-control-allow-{name}"].startswith("*")
-
-
-def test_pages_of_other_origins_may_call_the_apis_alone(server):
-    allow = "access-control-allow-origin"
-    for path in ("/v1/models", "/v1/nothing", "/complete", "/health"):
-        assert server.client.get(path).headers[allow] == "*"
-    for path in ("/", "/metrics", "/version", "/nothing"):
-        assert allow not in server.client.get(path).headers

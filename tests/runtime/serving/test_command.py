@@ -193,6 +193,14 @@ def test_an_engine_that_cannot_be_opened_ends_the_process(tmp_path, fault, code,
         assert ("Traceback" in errors) == (code == 1)
 
 
+def test_allowed_origins_reach_the_server(tmp_path):
+    origins = ["https://6b.eleuther.ai", "null"]
+    with process(tmp_path, *(f"--allow-origin={origin}" for origin in origins)) as (_, url):
+        for origin in [*origins, "https://evil.example"]:
+            headers = httpx.get(f"{url}/health", headers={"Origin": origin}).headers
+            assert headers.get("access-control-allow-origin") == (origin if origin in origins else None)
+
+
 def test_a_bad_argument_is_one_line_and_exit_code_2(tmp_path):
     write_run(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -218,6 +226,7 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(tmp_path):
         ({"api_key_file": "empty"}, "empty is empty: write one key per line"),
         ({"api_key_file": "spaced"}, "key 2 contains a space"),
         ({"api_key_file": "large"}, "larger than 65536 bytes"),
+        ({"allow_origins": ["https://example.org/"]}, "--allow-origin 'https://example.org/': must be an origin"),
         ({"overrides": ["data.tokenizer=./absent"]}, "no such tokenizer folder"),
         ({"overrides": ["model.layer=3"]}, "model.layer"),
         ({"host": "256.0.0.1"}, "cannot listen on 256.0.0.1"),
