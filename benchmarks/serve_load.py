@@ -5,7 +5,8 @@ or memory.
 
 Four clients per slot send one request after the other: whole and streamed completions, with echo, log-probabilities,
 stops and several samples; /complete; invalid bodies; prompts that are too long. Some clients disconnect before or
-during the answer. Some requests have a seed, and their answer must be the same each time. The output is one JSON object
+during the answer. Some requests have a seed, and their answer must be the same each time. Before them, one client sends
+short requests over one connection, and the median times of their answers are figures too. The output is one JSON object
 on standard output, with numbers of requests unless the name of a figure says otherwise.
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import collections
 import random
 import re
+import statistics
 import time
 from typing import Any
 
@@ -25,6 +27,9 @@ CLIENTS_A_SLOT = 4
 TOTALS = ("generated_tokens", "reused_prompt_tokens")
 # the part of the time before the first measurement of memory
 SETTLED = 0.1
+# requests over the kept connection, of each kind
+KEPT_REQUESTS = 50
+ONE_TOKEN = {"prompt": "fox", "max_tokens": 1}
 REFERENCE = {"prompt": "the same", "max_tokens": 12, "seed": 7, "temperature": 0.8}
 CLASSIC = {"context": "fox", "top_p": 0.9, "temp": 0.7, "length": 9}
 BAD_BODIES = [
@@ -149,6 +154,10 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
+        kept = {
+            "kept_connection_models_ms": await _median_ms(client, "GET", "/v1/models"),
+            "kept_connection_one_token_ms": await _median_ms(client, "POST", COMPLETIONS, json=ONE_TOKEN),
+        }
         before = await metrics(client)
         clients = CLIENTS_A_SLOT * int(before["slots"])
         load = Load(client, model["max_model_len"], seed)
@@ -161,6 +170,7 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
     counts = {re.sub(": |[ -]", "_", name): count for name, count in sorted(load.counts.items())}
     figures = {
         "minutes": round(seconds / 60, 2),
+        **kept,
         "clients": clients,
         "slots": int(after["slots"]),
         **counts,
@@ -175,6 +185,16 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
         figures[f"server_rss_mib_{when}"] = round(found["process_resident_memory_bytes"] / 2**20, 1)
         figures[f"server_open_files_{when}"] = int(found["process_open_fds"])
     return figures
+
+
+async def _median_ms(client: httpx.AsyncClient, method: str, path: str, **options: Any) -> float:
+    """The median time of an answer in milliseconds. The client keeps its connection from one request to the next."""
+    times = []
+    for _ in range(KEPT_REQUESTS):
+        began = time.perf_counter()
+        (await client.request(method, path, **options)).raise_for_status()
+        times.append(time.perf_counter() - began)
+    return round(1000 * statistics.median(times), 2)
 
 
 async def _measure_after(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:

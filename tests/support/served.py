@@ -76,7 +76,12 @@ class Served:
 
     @property
     def open_connections(self) -> int:
-        return len(self._service._server.server_state.connections)
+        return len(self.connections)
+
+    @property
+    def connections(self) -> set[Any]:
+        """The protocols of the open connections."""
+        return self._service._server.server_state.connections
 
     def terminate(self) -> None:
         """Stop the server as SIGTERM does."""
@@ -94,6 +99,7 @@ class Served:
 @contextmanager
 def serve(
     *,
+    host: str = "127.0.0.1",
     tokenizer: Tokenizer | None = None,
     max_queue: int = 16,
     keys: Sequence[str] = (),
@@ -115,10 +121,10 @@ def serve(
         engine.may_warm_up.clear()
     loop = EngineLoop(lambda: engine, slots=engine.slots, max_queue=max_queue)
     model = ServedModel(NAME, engine.vocab, tokenizer or ByteTokenizer(), loop, timeout_s)
-    listener = bind("127.0.0.1", 0)
+    listener = bind(host, 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     service = Service(model, [key.encode() for key in keys], allow_origins, listener, drain_s)
     served = Served(engine, service, model, url)
     try:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -208,6 +209,9 @@ class BoundedConnection(H11Protocol):
         self._stalled = _Timer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # asyncio does this only for sockets of `proto` IPPROTO_TCP. Without it the body of an answer waits until the
+        # client acknowledges the head, which takes 40 ms on a kept connection.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # call `pause_writing` as soon as data is buffered
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)

@@ -1,6 +1,7 @@
 """Clients that send nothing, send slowly or do not read: they use bounded resources, and other clients are served."""
 
 import resource
+import socket
 import threading
 import time
 
@@ -18,6 +19,17 @@ SOON = 0.3
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr(access, "HEAD_S", SOON)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_answer_does_not_wait_for_the_acknowledgement_of_the_one_before(host):
+    """Nagle's algorithm holds the body back until the client acknowledges the head, for 40 ms on a kept connection."""
+    with serve(host=host) as server:
+        assert server.client.get("/health").status_code == 200
+        (connection,) = server.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.family == (socket.AF_INET6 if ":" in host else socket.AF_INET)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])

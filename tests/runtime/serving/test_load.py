@@ -26,6 +26,7 @@ def test_mixed_requests_lose_nothing(tmp_path):
     assert figures["unanswered"] == figures["leaked_slots"] == figures["leaked_waiting"] == 0, figures
     for kind in ("answered", "refused_full", "refused_wrong", "left_in_mid_stream", "left_before_the_answer"):
         assert figures[kind] > 10, figures
+    assert min(figures["kept_connection_models_ms"], figures["kept_connection_one_token_ms"]) > 0, figures
     assert figures["reused_prompt_tokens"] > 0
     assert figures["server_rss_mib_end"] < figures["server_rss_mib_settled"] + 8, figures
     assert figures["server_open_files_end"] <= figures["server_open_files_settled"], figures
