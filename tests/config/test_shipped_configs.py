@@ -1,5 +1,6 @@
 """The shipped configs load and fit their devices; docs/config.md is up to date."""
 
+import json
 import math
 import runpy
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.config import load_config
+from mesh_transformer.config.names import moved
 from mesh_transformer.config.schema import GROUPS
 
 # file -> (number of devices, sequences per step)
@@ -51,6 +53,13 @@ def test_shipped_config_fits_its_devices(repo: Path, name: str) -> None:
     assert config.microbatch(shape) * config.optimizer.gradient_accumulation_steps == sequences
     assert config.optimizer.end_lr < config.optimizer.lr
     assert config.optimizer.warmup_steps + config.optimizer.anneal_steps <= config.optimizer.total_steps
+
+
+@pytest.mark.parametrize("name", INTENDED)
+def test_no_field_stands_in_an_older_group(repo: Path, name: str) -> None:
+    """Newcomers copy these files. `moved` reads the older groups."""
+    raw = json.loads((repo / "configs" / name).read_text())
+    assert moved(raw) == raw
 
 
 @pytest.mark.parametrize("name", GPT3)
