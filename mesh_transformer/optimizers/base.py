@@ -40,7 +40,8 @@ class OptimizerConfig(Group):
     total_steps: Steps = 350000
     """length of the whole run"""
     weight_decay: NonNegative = 0.1
-    """decoupled weight decay of matrices (not of biases and norms)"""
+    """decoupled weight decay of all arrays but biases and norms: also of the embedding, of the tables of positions, of
+    routers and of the head"""
     dropout: Fraction = 0.0
     """share of the numbers that are set to 0 in training, of the embedding and of what each branch of a layer adds (its
     attention, its feed-forward, or their sum in a layer with both in parallel); the others are divided by 1 - dropout.

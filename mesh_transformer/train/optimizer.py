@@ -34,10 +34,10 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
 
 
 class Optimizer:
-    """Clipping by the global norm, the direction of `config`, weight decay of matrices, learning rate.
+    """Clipping by the global norm, the direction of `config`, weight decay of all but biases and norms, learning rate.
 
-    `axes` are the dimension names of the trained parameters: they tell a matrix from the stacked biases of all layers
-    and experts.
+    `axes` are the dimension names of the trained parameters: they tell a matrix or a table from the stacked biases of
+    all layers and experts.
     """
 
     def __init__(self, config: OptimizerConfig, axes: Params):

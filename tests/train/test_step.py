@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.builders import TINY, program, token_loss
+from support.families import MODELS
 
+from mesh_transformer.config import parse_config
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train import step as noise
 from mesh_transformer.train.optimizer import Optimizer
@@ -118,21 +120,30 @@ def test_noise_scale_estimates_a_known_gaussian():
     np.testing.assert_allclose(totals / 400, [np.square(mean).sum(), sigma**2 * 50], rtol=0.02)
 
 
-def test_only_matrices_decay():
-    run = program(
-        TINY,
-        "optimizer.weight_decay=0.5",
-        "optimizer.warmup_steps=0",
-        "optimizer.lr=1.0",
-        "optimizer.end_lr=1.0",
-    )
-    params = jax.tree.map(jnp.ones_like, run.init(jax.random.key(0)).params)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = run.optimizer.update(zero, run.optimizer.init(params), params)
-    flat, _ = jax.tree_util.tree_flatten_with_path(updates)
-    for path, update in flat:
-        is_matrix = jax.tree_util.keystr(path).endswith("['w']")
-        np.testing.assert_array_equal(update, np.full(update.shape, -0.5 if is_matrix else 0.0))
+# of the families, the arrays that do not decay
+BIASES_AND_NORMS = ("b", "bias", "in_b", "out_b", "scale", "offset")
+
+
+@pytest.mark.parametrize(
+    ("name", "decayed"),
+    [
+        ("gpt2", ["embed/tokens/w", "embed/positions/w"]),
+        ("gptj", ["embed/tokens/w", "head/logits/w", "relative/w"]),
+        ("qwen2_moe", ["ff/router/w", "ff/shared_gate/w", "ff/experts/in", "head/logits/w"]),
+        ("jaxformer", ["ff/router/w", "ff/experts/in", "attention/k_r/w"]),
+    ],
+)
+def test_all_but_biases_and_norms_decay(name, decayed):
+    model = {**TINY["model"], "pe": "t5", "pe_rotary_dims": None} if name == "gptj" else MODELS[name]
+    arrays = parse_config({"model": model}).model.decoder().arrays()
+    params = {path: np.ones(array.shape, np.float32) for path, array in arrays.items()}
+    config = adam.Config(weight_decay=0.5, warmup_steps=0, lr=1.0, end_lr=1.0)
+    optimizer = Optimizer(config, {path: array.axes for path, array in arrays.items()})
+    updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
+    for path, update in updates.items():
+        decays = path.rpartition("/")[2] not in BIASES_AND_NORMS
+        np.testing.assert_array_equal(update, np.full(update.shape, -0.5 if decays else 0.0), err_msg=path)
+    assert all(any(path.endswith(end) for path in arrays) for end in decayed)
 
 
 def test_bfloat16_moments_follow_the_float32_ones():
