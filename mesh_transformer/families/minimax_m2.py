@@ -9,6 +9,9 @@ from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.rotary import PartlyRotary
 from mesh_transformer.spec import Attention, Router
 
+# in MiniMax's earlier models, factors of what a branch of a layer adds
+_FACTORS = ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
+
 
 class MiniMaxM2Config(WithExperts, PartlyRotary):
     """MiniMax-M2: experts in all layers, chosen by sigmoid and bias; norms of q and k over all heads."""
@@ -28,11 +31,14 @@ class MiniMaxM2Config(WithExperts, PartlyRotary):
         "qk_norm_type": Only("per_layer", written=False),
         "use_routing_bias": Only(True, written=False),
         "shared_intermediate_size": Only(0, written=False),
+        **dict.fromkeys(_FACTORS, Only(1.0, written=False)),
     }
-    # the layers that predict later tokens are not read
+    # The layers that predict later tokens are not read. No model of this family has a shared expert or a window, whose
+    # keys are the last line.
     HF_IGNORED: ClassVar = (
         *WithExperts.HF_IGNORED,
         *("auto_map", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        *("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta"),
     )
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 62,

@@ -1,11 +1,13 @@
 """The keys of config.json of released models, as their authors wrote them."""
 
+import re
 from typing import Any
 
 import pytest
 
 from mesh_transformer.checkpoint.hf.source import parse_model
 from mesh_transformer.config import parse_config
+from mesh_transformer.errors import UserError
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 _ALL = {"architectures": ["x"], "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.57.0"}
@@ -255,7 +257,11 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "hidden_act": "silu",
             "hidden_size": 3072,
             "intermediate_size": 1536,
+            "layernorm_full_attention_beta": 1.0,
+            "layernorm_linear_attention_beta": 1.0,
+            "layernorm_mlp_beta": 1.0,
             "max_position_embeddings": 196608,
+            "mlp_intermediate_size": 8192,
             "mtp_transformer_layers": 1,
             "num_attention_heads": 48,
             "num_experts_per_tok": 8,
@@ -269,6 +275,9 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rotary_dim": 64,
             "scoring_func": "sigmoid",
             "shared_intermediate_size": 0,
+            "shared_moe_mode": "sigmoid",
+            "sliding_window": None,
+            "swa_rope_theta": -1.0,
             "tie_word_embeddings": False,
             "use_mtp": True,
             "use_qk_norm": True,
@@ -355,6 +364,25 @@ def test_a_released_config_is_read(name) -> None:
     model = parse_model({**_ALL, **keys}, "config.json")
     assert {field: getattr(model, field) for field in fields} == fields
     assert parse_model({"model_type": model.HF_MODEL_TYPE, **model.to_hf()}, "config.json") == model
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        # each key has an effect in MiniMax's other models: a factor, a shared expert, layers with a window
+        ("layernorm_full_attention_beta", 0.75, "layernorm_full_attention_beta is 0.75: only 1.0 is supported"),
+        ("layernorm_linear_attention_beta", 2, "layernorm_linear_attention_beta is 2: only 1.0 is supported"),
+        ("layernorm_mlp_beta", 0.5, "layernorm_mlp_beta is 0.5: only 1.0 is supported"),
+        ("layernorm_mlp_alpha", 3.5, "'layernorm_mlp_alpha' is 3.5: this key is unknown"),
+        ("shared_intermediate_size", 8192, "shared_intermediate_size is 8192: only 0 is supported"),
+        ("sliding_window", 4096, "'sliding_window' is 4096: this key is unknown"),
+        ("attn_type_list", [0] * 62, "only 1 (full attention) in each layer is supported"),
+    ],
+)
+def test_minimax_m2_without_what_gives_its_unused_keys_an_effect(key, value, refused) -> None:
+    keys, _ = RELEASED["minimax-m2"]
+    with pytest.raises(UserError, match=re.escape(refused)):
+        parse_model({**_ALL, **keys, key: value}, "config.json")
 
 
 @pytest.mark.parametrize("name", RELEASED)
