@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-PROJECT, CHANGELOG, README = "pyproject.toml", "CHANGELOG.md", "README.md"
+PROJECT, CHANGELOG = "pyproject.toml", "CHANGELOG.md"
 VERSION = re.compile(r"\d+\.\d+\.\d+")
 # the line of a file that names the version; the first one counts
 LINES = {
@@ -27,8 +27,8 @@ LINES = {
 }
 UNRELEASED = re.compile(r"^## Unreleased.*$", re.MULTILINE)
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-# sections of README.md that the notes repeat
-COPIED = ("What a slice will do", "Start")
+# sections that the notes repeat, and their pages
+COPIED = {"What a slice will do": "docs/preflight.md", "Start": "README.md"}
 
 
 class Refused(Exception):
@@ -89,7 +89,7 @@ def check(root: Path) -> str:
 
 
 def notes(root: Path, version: str) -> str:
-    """The notes of a tag: the changelog's section, the copied sections of the README, commits and contributors."""
+    """The notes of a tag: the changelog's section, the copied sections of pages, commits and contributors."""
     own = f"v{version}"
     try:
         before = git(root, "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*", "--exclude", own)
@@ -99,9 +99,8 @@ def notes(root: Path, version: str) -> str:
     authors = Counter(git(root, "log", "--format=%aN", f"{before}..HEAD" if before else "HEAD").splitlines())
     since = f" since {before}" if before else ""
     people = ", ".join(f"{name} ({count:,})" for name, count in authors.most_common())
-    readme = _read(root, README)
     parts = [f"# {own}", section(_read(root, CHANGELOG), version)]
-    parts += [f"## {title}\n\n{section(readme, title)}" for title in COPIED]
+    parts += [f"## {title}\n\n{section(_read(root, page), title)}" for title, page in COPIED.items()]
     commits = "1 commit" if authors.total() == 1 else f"{authors.total():,} commits"
     parts.append(f"## Commits\n\n{commits}{since}, by {people}.")
     return "\n\n".join(parts) + "\n"

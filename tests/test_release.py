@@ -13,17 +13,16 @@ FILES = {
     "CHANGELOG.md": (
         "# Changelog\n\n## 1.0.0 - 2020-01-02\n\n### Added\n\n- a thing\n\n## 0.9.0 - 2019-01-02\n\n- old\n"
     ),
-    "README.md": (
-        "# A\n\n## Start\n\n    pip install a\n\n## What a slice will do\n\n| v3-8 |\n|---|\n\n## More\n\nrest\n"
-    ),
+    "README.md": "# A\n\n## Start\n\n    pip install a\n\n## More\n\nrest\n",
+    "docs/preflight.md": "# B\n\n## What a slice will do\n\n| v3-8 |\n|---|\n\n## More\n\nrest\n",
 }
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A repository of two commits, whose files name version 1.0.0."""
-    (tmp_path / "mesh_transformer").mkdir()
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     git(tmp_path, "init", "--quiet")
     commit(tmp_path, "Ada")

@@ -84,7 +84,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v3-8"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_roto_256.json --tpu v3-8"): LIBTPU,
-    ("docs/preflight.md", "python scripts/readme_table.py"): LIBTPU,
+    ("docs/preflight.md", "python scripts/preflight_table.py"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/bounds.py"): LIBTPU,
     ("docs/install.md", "mesh-transformer doctor"): "prints facts of the machine",
     ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,

@@ -1,6 +1,6 @@
-"""Write the README's table of slices from the lines that preflight.py printed.
+"""Write the table of slices of docs/preflight.md from the lines that preflight.py printed.
 
-    python scripts/readme_table.py [FILE ...]     # FILE: the output of preflight.py --json
+    python scripts/preflight_table.py [FILE ...]     # FILE: the output of preflight.py --json
 
 The best program of each slice in FILE is kept in docs/slices.jsonl, in place of the slice's earlier one. The table has
 a row for each line there. Without FILE the table is written again.
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, LINES = ROOT / "README.md", ROOT / "docs" / "slices.jsonl"
+PAGE, LINES = ROOT / "docs" / "preflight.md", ROOT / "docs" / "slices.jsonl"
 BEGIN, END = "<!-- slices -->\n", "<!-- end of slices -->\n"
 HEAD = (
-    "| slice | mesh | sequences of a step | step | tokens/s | MFU | GiB of a device | chip-hours for 10⁹ tokens |\n"
-    "|---|---|---|---|---|---|---|---|\n"
+    "| slice | mesh | sequences of a step | step | range | tokens/s | MFU | GiB of a device "
+    "| chip-hours for 10⁹ tokens |\n"
+    "|---|---|---|---|---|---|---|---|---|\n"
 )
 # the order of the rows
 GENERATIONS = ("v3", "v4", "v5e", "v5p", "v6e")
@@ -48,12 +49,14 @@ def _line(row: dict[str, Any]) -> str:
 
     mesh = ", ".join(f"`{axis}` {size}" for axis, size in row["mesh"].items() if size > 1)
     formula = " (formula)" if row["estimate"] == "formula" else ""
+    low, high = row["step_s_range"]
     chip_hours = parse(row["slice"]).chips * 1e9 / row["tokens_per_s"] / 3600
     cells = (
         row["slice"],
         mesh,
         f"{row['sequences']:,}",
         f"{row['step_s']:.2f} s{formula}",
+        f"{low:.2f} to {high:.2f} s",
         f"{row['tokens_per_s']:,.0f}",
         f"{row['mfu']:.0%}",
         f"{row['peak_gib']:.1f} of {row['usable_gib']:.1f}",
