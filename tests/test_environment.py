@@ -106,6 +106,10 @@ def test_all_documents_name_the_same_versions(repo: Path) -> None:
     assert tried is not None
     minors = range(environment.OLDEST[1], environment.NEWEST[1] + 1)
     assert tried[1].split()[: len(minors)] == [f"python3.{minor}" for minor in minors]
+    listed = re.findall(
+        r"^Programming Language :: Python :: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE
+    )
+    assert listed == [f"3.{minor}" for minor in minors]
 
 
 def test_an_example_that_runs_as_a_script_says_how_to_run_it(repo: Path) -> None:
