@@ -2,9 +2,12 @@
 
 import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|^ {4}.*?$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -36,6 +39,19 @@ def test_every_link_leads_somewhere(repo: Path) -> None:
     broken = {str(page): links for page in pages if (links := broken_links(page))}
     assert len(pages) > 10
     assert not broken
+
+
+def test_the_citation_the_readme_and_the_package_name_the_same_origins(repo: Path) -> None:
+    path = repo / "CITATION.cff"
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.citation-file-format", str(path)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    citation = yaml.safe_load(path.read_text())
+    titles = [reference["title"].split(":")[0] for reference in citation["references"]]
+    assert {"Mesh-Transformer-JAX", "DistJax", "JAXformer"} <= set(titles)
+    first_lines = (repo / "README.md").read_text().partition("\n## ")[0]
+    assert [one["url"] for one in citation["references"] if f"]({one['url']})" not in first_lines] == []
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    assert project["authors"] == citation["authors"]
 
 
 # a line that is one link, one picture or one tag of HTML cannot be broken

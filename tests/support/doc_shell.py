@@ -93,7 +93,7 @@ def run(blocks: Sequence[Block], checkout: Path, logs: Path, timeout_s: float) -
             os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()
     for number, block in enumerate(ran):
-        _check(block, logs / f"{number:02}")
+        _check(block, logs / f"{number:02}", port)
     assert (logs / "end").exists(), (logs / "server").read_text()
 
 
@@ -101,8 +101,7 @@ def _step(block: Block, log: Path, port: str) -> str:
     if block.kind == "file":
         log.with_suffix(".file").write_text(f"{block.text}\n")
         return f'cp "{log}.file" "{block.name}" && echo 0 >"{log}.code"'
-    text = f"{block.text} {shorter(block)}".rstrip().replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{port}")
-    text = text.replace(_COMMAND, _MODULE)
+    text = _with_port(f"{block.text} {shorter(block)}".rstrip(), port).replace(_COMMAND, _MODULE)
     if block.kind == "python":
         log.with_suffix(".py").write_text(text)
         text = f'python - <"{log}.py"'
@@ -114,14 +113,18 @@ def _step(block: Block, log: Path, port: str) -> str:
     return f'{{ {text}\n}} >"{log}" 2>&1\necho $? >"{log}.code"\n[[ $(<"{log}.code") == 0 ]] || exit'
 
 
-def _check(block: Block, log: Path) -> None:
+def _with_port(text: str, port: str) -> str:
+    return text.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{port}")
+
+
+def _check(block: Block, log: Path, port: str) -> None:
     output = log.read_text(errors="replace") if log.exists() else ""
     code = log.with_suffix(".code")
     assert code.exists(), f"{block}: did not end or was not run\n{output[-4000:]}"
     assert code.read_text() == "0\n", f"{block}: exit code {code.read_text().strip()}\n{output[-4000:]}"
     nothing = NOTHING in output and not any(NOTHING in line for line in block.printed)
     assert not nothing, f"{block}: it finds a finished run and does nothing\n{output[-4000:]}"
-    absent = missing(block.printed, output)
+    absent = missing([_with_port(line, port) for line in block.printed], output)
     assert absent is None, f"{block}: the page has the line\n{absent}\nbut the command printed\n{output[-8000:]}"
 
 
