@@ -14,7 +14,7 @@ from support.doc_blocks import Block, blocks, pages
 TIMEOUT_S = 900
 # CPU seconds of each page
 SECONDS = {
-    "README.md": 420,
+    "README.md": 160,
     "CONTRIBUTING.md": 2,
     "docs/chat.md": 150,
     "docs/checkpoints.md": 30,

@@ -96,6 +96,7 @@ NOT_RUN: dict[Entry, str] = {
 """Blocks that are not run, and the reason."""
 
 TEXT: dict[Entry, str] = {
+    ("README.md", "872,640 parameters"): "the log of 1,000 steps, of which the test computes 20",
     ("README.md", "ROMEO:"): "a sample of a model that another CPU trains to other bits",
     ("docs/architecture.md", "accelerators, cache_folders, config"): "the order of the layers",
     ("docs/checkpoints.md", "runs/mine/"): "a tree of files",
@@ -125,6 +126,7 @@ AGAIN: dict[Entry, str] = {("docs/finetune.md", "the run is complete"): "a secon
 STEPS = "--set optimizer.total_steps=20 --set data.val_batches=2"
 SHORTER: dict[Entry, str] = {
     ("*", "bash scripts/quickstart.sh"): STEPS,
+    ("README.md", "mesh-transformer train --config tiny_shakespeare"): STEPS,
     ("README.md", "mesh-transformer drive --processes 2"): STEPS,
     ("docs/install.md", "mesh-transformer train"): STEPS,
 }
