@@ -114,10 +114,12 @@ def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
         found.append([float(metrics["train/loss"]), float(metrics["train/grad_norm"])])
     (loss, norm), (later_loss, later_norm) = np.transpose(np.stack([found, expected["steps"]]), (1, 2, 0))
     # float32 sums in another order, on another processor
-    for ours, theirs in (loss, norm, later_loss):
+    for ours, theirs in (loss, norm):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=0)
-    # an update divides by the root of the squares: it multiplies what rounding does to a gradient near zero
-    np.testing.assert_allclose(*later_norm, rtol=1e-5, atol=0)
+    # An update divides by the root of the squares: it multiplies what rounding does to a gradient near zero. With
+    # Adafactor the loss after it differs by 2.6e-6 between AVX and AVX2 on one processor.
+    for ours, theirs in (later_loss, later_norm):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
