@@ -8,6 +8,12 @@ _COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 THREADS_OF_A_DEVICE = 4
 
 
+def threads(devices: int) -> int:
+    """The threads of JAX's CPU client, for this number of devices of the process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("PJRT_NPROC") or max(devices, cores))
+
+
 def give_threads() -> None:
     """Give JAX's CPU client enough threads for virtual devices that wait for each other. Call this before the first use
     of a device.

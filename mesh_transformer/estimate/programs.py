@@ -65,6 +65,15 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None
     return compiled
 
 
+def compiler_versions() -> dict[str, str]:
+    """The versions of the installed packages that decide which program a source becomes, by name."""
+    versions = {}
+    for name in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
 def default_folder() -> Path:
     """mesh-transformer/preflight in the user's cache folder."""
     return Path(cache_folders.own("preflight"))
@@ -99,12 +108,8 @@ def _without_cache() -> Iterator[None]:
 
 
 def _key(lowered: jax.stages.Lowered, target: Target) -> str:
-    versions = {}
-    for name in _COMPILERS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    identity = json.dumps([target.name, versions, flags])
+    identity = json.dumps([target.name, compiler_versions(), flags])
     return hashlib.sha256(f"{identity}\n{lowered.as_text()}".encode()).hexdigest()
 
 

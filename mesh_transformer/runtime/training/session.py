@@ -14,21 +14,27 @@ from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
 from mesh_transformer.platforms import by_slice
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.training.provenance import Provenance, keep_resolved
 from mesh_transformer.sequences import Sequences
 
 
-def open_session(config: Config, tokenizer_files: str | None = None) -> Session:
+def open_session(config: Config, tokenizer_files: str | None = None, before: Provenance | None = None) -> Session:
     """`Session.open` with `mesh.overlap_tp` "auto" decided for the training step.
+
+    Args:
+        before: of the checkpoint from which the run resumes: see `keep_resolved`.
 
     Raises:
         UserError: the devices do not fit the mesh.
     """
     session = Session.open(config, tokenizer_files)
     resolved = overlap.resolve_for(config, jax.devices())
-    if config.mesh.overlap_tp != "auto" or not resolved.mesh.overlap_tp:
-        return session
-    log.info("mesh.overlap_tp auto is true: the closed form of preflight estimates a shorter step")
-    return dataclasses.replace(session, placement=Placement.of(resolved, jax.devices()))
+    if config.mesh.overlap_tp == "auto" and resolved.mesh.overlap_tp:
+        session = dataclasses.replace(session, placement=Placement.of(resolved, jax.devices()))
+    session = keep_resolved(session, resolved, before)
+    if config.mesh.overlap_tp == "auto" and session.placement.partition.overlap_tp:
+        log.info("mesh.overlap_tp auto is true: the closed form of preflight estimates a shorter step")
+    return session
 
 
 def suggest_a_faster_step(session: Session) -> None:

@@ -29,6 +29,7 @@ from mesh_transformer.logs import log
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
+from mesh_transformer.runtime.training.provenance import KEY, Provenance
 from mesh_transformer.train.optimizer import OptState
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -119,6 +120,7 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     log.info("resuming after step %d; repeating %s", step, plural(redone, "step"))
     if jax.process_index() == 0 and (changes := _changes(extra, session)):
         log.info("resuming with changed options: %s", ", ".join(changes))
+    _note_differences(session, step, extra)
     # the weights of a mixture follow the step of the run
     beginning = position_at(step) if session.config.data.reads_any_record else None
     if session.config.data.restart:
@@ -126,6 +128,20 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
         return StartPoint(checkpoint.state, step, counters, beginning)
     loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
     return StartPoint(checkpoint.state, step, counters, beginning if loader is None else loader)
+
+
+def _note_differences(session: Session, step: int, extra: dict[str, Any]) -> None:
+    """Log what decides the bits of a step and is not as it was before the checkpoint. Those of 50565e5 do not say."""
+    if jax.process_index() or KEY not in extra:
+        return
+    before = Provenance.recorded(extra)
+    if before is None:
+        log.warning("step %d: its versions and its values of options with auto cannot be read, and are not kept", step)
+    elif differences := before.differences(Provenance.of(session, documents=before.documents)):
+        log.info(
+            "since step %d this has changed: %s; the steps will not be equal in bits to those of a run without a stop",
+            *(step, ", ".join(differences)),
+        )
 
 
 def _changes(extra: dict[str, Any], session: Session) -> list[str]:

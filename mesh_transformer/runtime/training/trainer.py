@@ -29,6 +29,7 @@ from mesh_transformer.runtime.training.memory import check_training
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses, remove_partial
 from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
+from mesh_transformer.runtime.training.provenance import KEY, Provenance
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.runtime.training.session import (
@@ -79,7 +80,8 @@ def train(
     compiled = platforms.CompileCache()
     platforms.start_devices()
     with Interrupt() as interrupt:
-        session = open_session(*with_run_tokenizer(config, source.tune_model_path))
+        config, tokenizer_files = with_run_tokenizer(config, source.tune_model_path)
+        session = open_session(config, tokenizer_files, Provenance.read(config.checkpoint.root))
         observer = observer or Observer()
         observer.phase("open", 0)
         config.check_devices(jax.device_count())
@@ -141,12 +143,13 @@ class TrainingRun:
     ):
         self.interrupt, self.observer, self.began = interrupt, observer, began
         self.session, self.config, self.source, self.feed = session, session.config, source, feed
-        self.program = program
+        self.program, self.folder = program, self.config.checkpoint.model_dir
         self.validation = Validation(session, self.program, self._stop_requested)
         self.evaluation = RunEvaluation(session, self._stop_requested)
         self.samples = samples.PromptSamples(session, self._stop_requested)
-        self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
+        # whether the sequences of the batches have several documents; None: there was no batch yet
+        self.documents: bool | None = None
         # whether this process has validated, so that the programs are compiled
         self.validated = False
         self.lock: run_folder.RunLock | None = None
@@ -258,6 +261,7 @@ class TrainingRun:
                 if batch is None:
                     return self._end_with_the_data(step - 1, state, start_point, report)
                 batch = self.session.place_batch(batch)
+                self.documents = batch.documents is not None
                 if step == start_point.step + 1:
                     note_missing_noise_scale(batch)
                     log.info("compiling: training step")
@@ -348,6 +352,7 @@ class TrainingRun:
                 "counters": start_point.counters._replace(tokens=tokens)._asdict(),
                 "config": self.config.model_dump(mode="json"),
                 "mesh": dict(self.session.shape),
+                KEY: Provenance.of(self.session, documents=self.documents).to_json(),
             }
             if not validated:
                 log.info("step %d: the validation is not finished; the resumed run begins with it", step)

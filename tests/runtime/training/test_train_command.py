@@ -18,6 +18,7 @@ import device_train
 import from_hf_weights
 import to_hf_weights
 from mesh_transformer import logs
+from mesh_transformer.checkpoint.native.source import read_manifest
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
@@ -100,7 +101,12 @@ def test_a_finished_run_does_nothing_more(trained):
 def test_a_resume_logs_changed_options(trained):
     changes = ["optimizer.lr=0.02", "data.val_every=6", "model.remat=full", "checkpoint.ckpt_every=7"]
     sets = [part for change in changes for part in ("--set", change)]
-    _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained)
+    recorded = read_manifest(str(trained / "run/step_12")).extra["provenance"]
+    assert recorded["resolved"]["data.packing"] == "concat"
+    threads = recorded["threads"] + 1
+    _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained, PJRT_NPROC=str(threads))
+    changed = f"since step 12 this has changed: CPU threads {threads - 1} -> {threads}; the steps will not be equal"
+    assert errors.count(changed) == errors.count("will not be equal") == 1
     (output,) = [line for line in errors.splitlines() if "changed options" in line]
     assert output.endswith(
         'resuming with changed options: compute.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> '

@@ -1,8 +1,11 @@
-"""The session of a training run: the choice of `mesh.overlap_tp` "auto", the warning of idle stages, and the suggestion
-of a faster step."""
+"""The session of a training run: the values of options with "auto" and what a resumed run keeps of them, the warning of
+idle stages, and the suggestion of a faster step."""
 
 import dataclasses
+import importlib.metadata
+import json
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +13,13 @@ import jax
 import pytest
 from support.builders import TINY
 
+from mesh_transformer import __version__
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.estimate import overlap
 from mesh_transformer.ops.attend import cudnn, kernels
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.training.provenance import KEY, Provenance
 from mesh_transformer.runtime.training.session import open_session, suggest_a_faster_step, warn_of_idle_stages
 
 SPLIT = ["mesh.tp=2", "mesh.fsdp=4", "mesh.shard_activations=true"]
@@ -63,6 +68,81 @@ def test_a_kernel_that_the_installed_jax_has_changed_is_left_out_with_a_line(
     ]
     Session.open(parse_config(TINY, ["compute.attention=plain"]))
     assert len(caplog.records) == 1
+
+
+def _provenance(config: Config, **resolved: object) -> Provenance:
+    """Of a run of this config on these devices, with some other values of options that are "auto"."""
+    made = Provenance.of(open_session(config), documents=False)
+    return dataclasses.replace(made, resolved={**made.resolved, **resolved})
+
+
+def test_the_provenance_has_each_option_that_is_auto() -> None:
+    config = parse_config(TINY)
+    fields = [f"{group}.{name}" for group, part in config for name, value in part if value == "auto"]
+    recorded = Provenance.of(open_session(config), documents=False)
+    assert sorted(recorded.resolved) == sorted(fields)
+    assert "auto" not in recorded.resolved.values()
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    assert recorded.versions.items() >= versions.items()
+    assert recorded.versions["mesh-transformer"].startswith(__version__)
+    assert (recorded.device, recorded.threads) == ("cpu", int(os.environ["PJRT_NPROC"]))
+    assert Provenance.recorded({KEY: json.loads(json.dumps(recorded.to_json()))}) == recorded
+
+
+@pytest.mark.usefixtures("on_a_tpu")
+def test_a_resumed_run_keeps_what_auto_was(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = parse_config(TINY, SPLIT)
+    before = _provenance(config, **{"mesh.overlap_tp": False, "compute.remat": "full", "compute.logits_mib": 7})
+    caplog.clear()
+    session = open_session(config, None, before)
+    assert session.config == config
+    assert not session.placement.partition.overlap_tp
+    assert (session.placement.model.compute.remat, session.placement.model.compute.logits_mib) == ("full", 7)
+    assert "mesh.overlap_tp auto stays false, as in the checkpoint; a new run would take true" in caplog.text
+    assert "compute.remat auto stays full, as in the checkpoint; a new run would take none" in caplog.text
+    now = Provenance.of(session, documents=False)
+    assert before.differences(now) == []
+    # what a user sets wins, and is a change of the config
+    given = open_session(parse_config(TINY, [*SPLIT, "mesh.overlap_tp=true", "compute.remat=none"]), None, before)
+    assert given.placement.partition.overlap_tp
+    assert given.placement.model.compute.remat == "none"
+    assert before.differences(Provenance.of(given, documents=False)) == []
+
+
+@pytest.mark.usefixtures("on_a_tpu")
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"device": "TPU v4"}, ["device TPU v4 -> cpu", "mesh.overlap_tp false -> true"]),
+        ({"mesh": {"tp": 8}}, ["mesh.overlap_tp false -> true"]),
+        ({"threads": 3, "versions": {"jax": "0.1"}}, ["jax 0.1 -> ", "jaxlib none -> ", "CPU threads 3 -> "]),
+    ],
+)
+def test_elsewhere_auto_is_resolved_anew_and_the_differences_are_said(changes: dict, why: list[str]) -> None:
+    config = parse_config(TINY, SPLIT)
+    before = dataclasses.replace(_provenance(config, **{"mesh.overlap_tp": False}), **changes)
+    session = open_session(config, None, before)
+    assert session.placement.partition.overlap_tp == (why[-1].startswith("mesh"))
+    differences = before.differences(Provenance.of(session, documents=False))
+    assert all(any(line.startswith(start) for line in differences) for start in why), differences
+
+
+def test_a_value_that_this_version_cannot_take_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = parse_config(TINY)
+    before = _provenance(config, **{"compute.attention": "splash", "compute.dtype": "float8", "data.packing": "x"})
+    session = open_session(config, None, before)
+    assert session.placement.partition.attention == "auto"
+    assert session.placement.model.dtype == "float32"
+    assert "stays" not in caplog.text
+    differences = before.differences(Provenance.of(session, documents=False))
+    assert {"compute.attention splash -> plain", "compute.dtype float8 -> float32"} <= set(differences)
+
+
+@pytest.mark.parametrize("extra", [{}, {KEY: None}, {KEY: "x"}, {KEY: {"versions": [], "device": 1}}])
+def test_a_checkpoint_without_a_provenance_has_none(extra: dict) -> None:
+    assert Provenance.recorded(extra) is None
 
 
 @pytest.mark.usefixtures("on_a_tpu")

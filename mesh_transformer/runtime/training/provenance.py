@@ -1,0 +1,178 @@
+"""What decides the bits of a training step, as each checkpoint records it. A resumed run keeps the values that options
+with "auto" had, where they fit, and says what else differs."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import subprocess
+from typing import Any, Self
+
+import jax
+import pydantic
+
+from mesh_transformer import __version__, cpu_devices, environment
+from mesh_transformer.checkpoint.native.source import read_manifest
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
+from mesh_transformer.config import Config
+from mesh_transformer.errors import UserError
+from mesh_transformer.estimate.programs import compiler_versions
+from mesh_transformer.logs import log
+from mesh_transformer.models.placement import Placement
+from mesh_transformer.runtime.session.broadcast import from_first_process
+from mesh_transformer.runtime.session.session import Session
+
+# of what a checkpoint keeps beside the arrays
+KEY = "provenance"
+PACKING = "data.packing"
+_GIT_S = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """What decides the bits of a step, apart from the config and the data."""
+
+    # of this package and of what compiles programs; this package's with the commit, in a checkout
+    versions: dict[str, str]
+    device: str
+    # the axes of the mesh of all devices
+    mesh: dict[str, int]
+    # on CPU: the order of some sums depends on their number
+    threads: int | None
+    # of each option that is "auto", such as "compute.dtype"
+    resolved: dict[str, Any]
+
+    @classmethod
+    def of(cls, session: Session, *, documents: bool | None) -> Self:
+        """The provenance of the steps of a session, whose sequences have documents or not."""
+        device, count = jax.devices()[0], jax.local_device_count()
+        return cls(
+            {"mesh-transformer": _own_version(), **compiler_versions()},
+            device.device_kind,
+            dict(session.shape),
+            cpu_devices.threads(count) if device.platform == "cpu" else None,
+            resolved(session, documents=documents),
+        )
+
+    @classmethod
+    def read(cls, root: str) -> Self | None:
+        """The provenance in the newest step under `root` whose manifest can be read; None: the step has none. All
+        processes must call this function."""
+        return cls.recorded(from_first_process(_newest_extra(root) if jax.process_index() == 0 else {}))
+
+    @classmethod
+    def recorded(cls, extra: dict[str, Any]) -> Self | None:
+        """The provenance that a checkpoint has in `extra`; None: it has none, or one of another form."""
+        try:
+            return pydantic.TypeAdapter(cls).validate_python(extra.get(KEY))
+        except pydantic.ValidationError:
+            return None
+
+    @property
+    def documents(self) -> bool:
+        """Whether `data.packing` "auto" found documents in the data."""
+        return self.resolved.get(PACKING) == "documents"
+
+    def differences(self, now: Self) -> list[str]:
+        """What differs between this provenance and one of today, such as `jax 0.10.2 -> 0.12.0`."""
+        versions = dict.fromkeys([*self.versions, *now.versions])
+        pairs = {name: (self.versions.get(name, "none"), now.versions.get(name, "none")) for name in versions}
+        pairs["device"] = self.device, now.device
+        if self.threads and now.threads:
+            pairs["CPU threads"] = str(self.threads), str(now.threads)
+        # an option that was set before, or is set now, is a change of the config
+        for option in self.resolved.keys() & now.resolved.keys():
+            pairs[option] = _shown(self.resolved[option]), _shown(now.resolved[option])
+        return [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `recorded` reads."""
+        return dataclasses.asdict(self)
+
+
+def resolved(session: Session, *, documents: bool | None) -> dict[str, Any]:
+    """The value of each option that is "auto" in the config.
+
+    Args:
+        documents: whether the sequences have several, each with its own attention; None: it is not known yet.
+    """
+    config, compute = session.config, session.placement.model.compute
+    kernels = session.placement.kernels(config.seq, documents=documents or config.data.packing == "documents")
+    values = {
+        "compute.dtype": compute.dtype,
+        "compute.remat": compute.remat,
+        "compute.logits_mib": compute.logits_mib,
+        # of all kinds of layers
+        "compute.attention": ",".join(sorted(set(kernels.values()))),
+        "mesh.overlap_tp": session.placement.partition.overlap_tp,
+    }
+    if documents is not None:
+        values[PACKING] = "documents" if documents else "concat"
+    return {option: value for option, value in values.items() if _value(config, option) == "auto"}
+
+
+def keep_resolved(session: Session, config: Config, before: Provenance | None) -> Session:
+    """The session with the values that options with "auto" had in a checkpoint of the same kind of device and the same
+    mesh. A value that this version does not know, or cannot compute, is not kept.
+
+    Args:
+        config: the session's, with `mesh.overlap_tp` decided.
+    """
+    if before is None or (before.device, before.mesh) != (jax.devices()[0].device_kind, dict(session.shape)):
+        return session
+    for option, today in resolved(session, documents=before.documents).items():
+        if option == PACKING or (value := before.resolved.get(option, today)) == today:
+            continue
+        try:
+            changed = _with_value(config, option, value)
+            session = dataclasses.replace(session, placement=Placement.of(changed, jax.devices()))
+        except (UserError, pydantic.ValidationError):
+            continue
+        config = changed
+        log.info(
+            "%s auto stays %s, as in the checkpoint; a new run would take %s", option, _shown(value), _shown(today)
+        )
+    return session
+
+
+def _newest_extra(root: str) -> dict[str, Any]:
+    """The part of `extra` with the provenance."""
+    store = CheckpointStore(root, read_only=True)
+    for step in reversed(store.steps()):
+        with contextlib.suppress(DamagedCheckpoint):
+            extra = read_manifest(store.folder(step)).extra
+            return {KEY: extra[KEY]} if KEY in extra else {}
+    return {}
+
+
+def _value(config: Config, option: str) -> Any:
+    group, name = option.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def _with_value(config: Config, option: str, value: Any) -> Config:
+    """Raises pydantic.ValidationError if the option cannot have the value."""
+    group, name = option.split(".")
+    fields = getattr(config, group)
+    return config.model_copy(update={group: type(fields).model_validate({**fields.model_dump(), name: value})})
+
+
+@functools.cache
+def _own_version() -> str:
+    """Of this package; in a checkout with the commit, such as `2.0.0 (9cbe7143763e)`."""
+    if not os.path.exists(os.path.join(environment.CHECKOUT, ".git")):
+        return __version__
+    # a lock would disturb the git that a user runs
+    command = ["git", "--no-optional-locks", "-C", environment.CHECKOUT, "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(
+            [*command, "--abbrev=12", "--exclude=*"], capture_output=True, text=True, timeout=_GIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return __version__
+    return f"{__version__} ({commit.stdout.strip()})"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
