@@ -1,21 +1,24 @@
-"""Print how large the code is, and compare it with the limits in scripts/budgets.toml.
+"""Print how large the code is, and compare ratios and counts of files with the limits in scripts/budgets.toml.
 
     python scripts/budgets.py             # the table; exit code 1 if a figure is over its limit
     python scripts/budgets.py --write     # write the limits to docs/architecture.md
     python scripts/budgets.py --record    # set each limit to its figure, rounded up, and write the page
 
-A limit rises only in a commit that says why.
+Code lines have no limit: the table says how many the last landed commit had. A limit rises only in a commit that says
+why.
 """
 
 import argparse
 import ast
 import io
 import math
+import subprocess
 import sys
+import tarfile
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +36,9 @@ NOT_COUNTED = ("families", "spec")
 LINES, ANY, FILES = "code lines", "Any per thousand code lines", "files"
 STEP, SERVER = "a traced training step executes", "a server loads"
 # the limit of a figure that --record sets is the next multiple
-ROUNDED = {LINES: 50.0, ANY: 0.5, FILES: 1.0}
+ROUNDED = {ANY: 0.5, FILES: 1.0}
+# commits that are no older than this before HEAD landed with it
+LANDED_SECONDS = 3 * 3600
 MODEL = {"family": "gptj", "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 256, "seq": 32, "pe_rotary_dims": 8}
 _NO_CODE = {
     tokenize.COMMENT,
@@ -69,28 +74,61 @@ def uses_of_any(source: str) -> int:
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    """The folder and the text of each file of code, tests aside."""
-    for file in sorted(ROOT.glob("*.py")):
-        yield COMMANDS, file.read_text(encoding="utf-8")
-    for name in (PACKAGE, *OTHERS):
-        for file in sorted((ROOT / name).rglob("*.py")):
-            parts = file.relative_to(ROOT).parts
-            folder = "/".join(parts[:2]) if name == PACKAGE and len(parts) > 2 else name
-            yield folder, file.read_text(encoding="utf-8")
+    """The path and the text of each Python file."""
+    for place in (ROOT, *(ROOT / name for name in (PACKAGE, *OTHERS))):
+        for file in sorted(place.glob("*.py") if place == ROOT else place.rglob("*.py")):
+            yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+def sources_at(revision: str) -> Iterator[tuple[str, str]]:
+    """The same of a commit."""
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for file in files:
+            if file.name.endswith(".py") and (content := files.extractfile(file)) is not None:
+                yield file.name, content.read().decode()
+
+
+def folder_of(path: str) -> str | None:
+    """The folder of the table that has a file; None: its lines are not counted."""
+    parts = path.split("/")
+    if len(parts) == 1:
+        return COMMANDS
+    if parts[0] not in (PACKAGE, *OTHERS):
+        return None
+    return "/".join(parts[:2]) if parts[0] == PACKAGE and len(parts) > 2 else parts[0]
+
+
+def lines_of(files: Iterable[tuple[str, str]]) -> dict[str, float]:
+    """Code lines by folder, and of all."""
+    lines: dict[str, float] = defaultdict(int)
+    for path, text in files:
+        if (folder := folder_of(path)) is not None:
+            lines[folder] += code_lines(text)
+    return {**dict(sorted(lines.items())), TOTAL: sum(lines.values())}
+
+
+def landed() -> str | None:
+    """The last commit that had landed before HEAD; None: git does not know it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        newest = subprocess.run([*git, "log", "-1", "--format=%ct"], capture_output=True, text=True, check=True).stdout
+        before = f"--before={int(newest) - LANDED_SECONDS}"
+        found = subprocess.run([*git, "rev-list", "-1", before, "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() or None
 
 
 def of_the_sources() -> Figures:
     """Code lines by folder, and `Any` in the core."""
-    lines: dict[str, float] = defaultdict(int)
-    uses: dict[str, float] = defaultdict(int)
-    core = {f"{PACKAGE}/{name}" for name in CORE_FOLDERS}
-    for folder, text in sources():
-        lines[folder] += code_lines(text)
-        if folder in core:
+    lines, uses = lines_of(sources()), dict.fromkeys((f"{PACKAGE}/{name}" for name in sorted(CORE_FOLDERS)), 0)
+    for path, text in sources():
+        if (folder := folder_of(path)) in uses:
             uses[folder] += uses_of_any(text)
-    rates = {folder: round(1000 * count / lines[folder], 1) for folder, count in sorted(uses.items())}
+    rates = {folder: round(1000 * count / lines[folder], 1) for folder, count in uses.items()}
     whole = round(1000 * sum(uses.values()) / sum(lines[folder] for folder in uses), 1)
-    return {LINES: {**dict(sorted(lines.items())), TOTAL: sum(lines.values())}, ANY: {**rates, CORE: whole}}
+    return {LINES: lines, ANY: {**rates, CORE: whole}}
 
 
 def server_modules() -> list[str]:
@@ -139,8 +177,11 @@ def limits() -> Figures:
 
 
 def faults(figures: Figures, most: Figures) -> Iterator[str]:
-    """A line for each figure over its limit, for each without one, and for each limit without a figure."""
+    """A line for each figure over its limit, for each without one, and for each limit without a figure. Code lines have
+    no limits."""
     for kind, values in figures.items():
+        if kind == LINES:
+            continue
         for name, value in values.items():
             limit = most.get(kind, {}).get(name)
             if limit is None:
@@ -154,13 +195,16 @@ def faults(figures: Figures, most: Figures) -> Iterator[str]:
             yield f"{kind}, {name}: scripts/budgets.toml has a limit, but there is no such figure; remove the limit"
 
 
-def table(figures: Figures, most: Figures) -> str:
-    """The figures with their limits, as text."""
-    rows = [("what", "of", "now", "limit")]
+def table(figures: Figures, most: Figures, before: Mapping[str, float] | None) -> str:
+    """The figures with their limits, as text; code lines with the change since there were `before`."""
+    rows = [("what", "of", "now", "limit, or change")]
     for kind, values in figures.items():
         for name, value in values.items():
             limit = most.get(kind, {}).get(name)
-            rows.append((kind, name, f"{value:,}", "-" if limit is None else f"{limit:,}"))
+            second = "-" if limit is None else f"{limit:,}"
+            if kind == LINES and before is not None:
+                second = f"{value - before.get(name, 0):+,}"
+            rows.append((kind, name, f"{value:,}", second))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {now:>{widths[2]}}  {limit:>{widths[3]}}"
@@ -173,6 +217,7 @@ def rounded_up(figures: Figures) -> Figures:
     return {
         kind: {name: ROUNDED[kind] * math.ceil(value / ROUNDED[kind]) for name, value in values.items()}
         for kind, values in figures.items()
+        if kind in ROUNDED
     }
 
 
@@ -192,26 +237,14 @@ def render(most: Figures) -> str:
 
 
 def _page(most: Mapping[str, Mapping[str, float]]) -> str:
-    about = {PACKAGE: " (the files of the folder itself)"}
-    rows = [
-        f"| `{name}`{about.get(name, '')} | {limit:,} | {_rate(most, name)} |"
-        for name, limit in most[LINES].items()
-        if name not in (COMMANDS, TOTAL)
-    ]
-    rows.append(f"| the commands, `*.py` at the top | {most[LINES][COMMANDS]:,} |  |")
-    rows.append(f"| all | {most[LINES][TOTAL]:,} | {most[ANY][CORE]:g} in the folders above |")
+    rows = [f"| `{name}` | {rate:g} |" for name, rate in most[ANY].items() if name != CORE]
     return (
-        "\n| folder | code lines, at most | `Any` in a thousand of them, at most |\n|---|---|---|\n"
-        + "\n".join(rows)
+        "\n| folder | `Any` in a thousand code lines, at most |\n|---|---|\n"
+        + "\n".join([*rows, f"| all of these | {most[ANY][CORE]:g} |"])
         + "\n\n- While the training step of a small GPT-J is traced, functions of at most "
         f"{most[FILES][STEP]:g} files of the package run.\n"
         f"- A server loads at most {most[FILES][SERVER]:g} modules of the package, `families` and `spec` aside.\n\n"
     )
-
-
-def _rate(most: Mapping[str, Mapping[str, float]], folder: str) -> str:
-    rate = most[ANY].get(folder)
-    return "" if rate is None else f"{rate:g}"
 
 
 def main() -> int:
@@ -231,7 +264,10 @@ def main() -> int:
     found = [*faults(figures, most)]
     if render(most) != PAGE.read_text(encoding="utf-8"):
         found.append("docs/architecture.md has other limits than scripts/budgets.toml: run scripts/budgets.py --write")
-    sys.stdout.write("\n".join([table(figures, most), *found]) + "\n")
+    base = landed()
+    before = None if base is None else lines_of(sources_at(base))
+    since = [] if base is None else [f"changes of code lines: since {base[:7]}"]
+    sys.stdout.write("\n".join([table(figures, most, before), *since, *found]) + "\n")
     return 1 if found else 0
 
 
