@@ -159,7 +159,7 @@ class Embedding(hk.Module):
         self.shape, self.bias, self.stddev = (rows, width), bias, stddev or 1 / np.sqrt(rows)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = constrain(lookup(self.table(), tokens_BT), "batch", "seq", "act_embed")
+        x_BTD = constrain(lookup(self.table(), tokens_BT, 0, ("batch", "seq")), "batch", "seq", "act_embed")
         return add_bias(x_BTD, parameter("b", self.shape[1:], ZEROS, "embed")) if self.bias else x_BTD
 
     def table(self) -> jax.Array:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.sharding import PartitionSpec
 
-from mesh_transformer.parallel.sharding import Block, active
+from mesh_transformer.parallel.sharding import Axes, Block, Partition, active
 
 # Elements of a matrix that are converted and multiplied at a time.
 BLOCK = 1 << 19
@@ -171,25 +172,80 @@ def column_sums_by_product(x_F: jax.Array) -> jax.Array:
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table: jax.Array, indices: jax.Array, axis: int = 0) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(table: jax.Array, indices: jax.Array, axis: int = 0, axes: Axes = ()) -> jax.Array:
     """`jnp.take`: the entries of a table along `axis`, such as the rows (V, D) of tokens (B, T) -> (B, T, D).
 
     The table's gradient is summed in float32, and then rounded to the table's dtype. A sum in bfloat16 loses up to a
     third of the gradient of an entry that is read thousands of times.
+
+    Args:
+        axes: the names of the first dimensions of the indices, if devices split them; `axis` is 0 then, and the rows of
+            the table are "vocab".
     """
     return jnp.take(table, indices, axis=axis)
 
 
-def _lookup_forward(table: jax.Array, indices: jax.Array, axis: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return lookup(table, indices, axis), (table, indices)
+def _lookup_forward(
+    table: jax.Array, indices: jax.Array, axis: int, axes: Axes
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return lookup(table, indices, axis, axes), (table, indices)
 
 
-def _lookup_backward(axis: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
+def _lookup_backward(
+    axis: int, axes: Axes, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, None]:
     table, indices = saved
-    # the values of the table are not read, so no float32 copy of it is made
-    _, pull = jax.vjp(lambda table: jnp.take(table, indices, axis=axis), table.astype(jnp.float32))
-    return pull(dy.astype(jnp.float32))[0].astype(table.dtype), None
+    # the values of the table are not read, so a compiled program makes no float32 copy of it
+    table32 = table.astype(jnp.float32)
+
+    def summed(indices: jax.Array, dy: jax.Array) -> jax.Array:
+        _, pull = jax.vjp(lambda table: jnp.take(table, indices, axis=axis), table32)
+        return pull(dy.astype(jnp.float32))[0]
+
+    partition = active()
+    divided = () if partition is None else _splitting(partition, *axes)
+    if partition is None or not divided or not _divides(partition, table, indices, axes):
+        return summed(indices, dy).astype(table.dtype), None
+    # XLA's partitioner ends the process for this scatter in float32 on some meshes of several slices
+    of_rows, taken = _splitting(partition, "vocab"), jax.sharding.get_abstract_mesh().manual_axes
+    split = PartitionSpec(*(_splitting(partition, name) for name in axes))
+    run = jax.shard_map(
+        functools.partial(_sum_on_device, divided, of_rows, len(table) // partition.size("vocab")),
+        mesh=partition.current_mesh,
+        in_specs=(split, split),
+        out_specs=PartitionSpec(of_rows),
+        axis_names={axis for axis in partition.mesh.axis_names if axis not in taken},
+    )
+    return run(indices, dy).astype(table.dtype), None
+
+
+def _splitting(partition: Partition, *names: str | None) -> tuple[str, ...]:
+    """The mesh axes of several devices that split any of these dimensions."""
+    axes = partition.axes(*(name for name in names if name is not None))
+    return tuple(axis for axis in axes if partition.mesh.shape[axis] > 1)
+
+
+def _divides(partition: Partition, table: jax.Array, indices: jax.Array, axes: Axes) -> bool:
+    """Whether the devices have equal parts of the rows of a table and of the indices."""
+    sizes = zip((len(table), *indices.shape), ("vocab", *axes), strict=False)
+    return all(size % partition.size(name) == 0 for size, name in sizes)
+
+
+def _sum_on_device(
+    divided: tuple[str, ...], of_rows: tuple[str, ...], rows: int, indices: jax.Array, dy: jax.Array
+) -> jax.Array:
+    """The sums of dy (..., D) at the rows that this device has: (rows, D) float32.
+
+    Args:
+        divided: the mesh axes whose devices have different indices.
+        of_rows: the mesh axes whose devices have different rows of the table.
+    """
+    first = jax.lax.axis_index(of_rows) * rows if of_rows else 0
+    # a row of another device is out of range, and is dropped
+    own = jnp.where((indices >= first) & (indices < first + rows), indices - first, rows)
+    zeros = jax.lax.pcast(jnp.zeros((rows, dy.shape[-1]), jnp.float32), (*divided, *of_rows), to="varying")
+    return jax.lax.psum(zeros.at[own].add(dy.astype(jnp.float32), mode="drop"), divided)
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
