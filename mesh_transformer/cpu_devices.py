@@ -9,9 +9,14 @@ THREADS_OF_A_DEVICE = 4
 
 
 def threads(devices: int) -> int:
-    """The threads of JAX's CPU client, for this number of devices of the process."""
+    """The threads of JAX's CPU client, for this number of devices of the process.
+
+    XLA takes PJRT_NPROC, else NPROC, if it is a whole number, else the cores, and at least a thread for each device.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return int(os.environ.get("PJRT_NPROC") or max(devices, cores))
+    given = (os.environ.get(name, "").strip() for name in ("PJRT_NPROC", "NPROC"))
+    numbers = (int(text) for text in given if re.fullmatch(r"[+-]?[0-9]{1,9}", text))
+    return max(1, devices, next(numbers, cores))
 
 
 def give_threads() -> None:

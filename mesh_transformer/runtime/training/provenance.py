@@ -1,7 +1,6 @@
 """What decides the bits of a training step, as each checkpoint records it. A resumed run keeps the values that options
 with "auto" had, where they fit, and says what else differs."""
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -14,8 +13,8 @@ import pydantic
 from mesh_transformer import __version__, cpu_devices, environment
 from mesh_transformer.checkpoint.native.source import read_manifest
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import named
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.programs import compiler_versions
 from mesh_transformer.logs import log
@@ -38,6 +37,7 @@ class Provenance:
     device: str
     # the axes of the mesh of all devices
     mesh: dict[str, int]
+    processes: int
     # on CPU: the order of some sums depends on their number
     threads: int | None
     # of each option that is "auto", such as "compute.dtype"
@@ -51,6 +51,7 @@ class Provenance:
             {"mesh-transformer": _own_version(), **compiler_versions()},
             device.device_kind,
             dict(session.shape),
+            jax.process_count(),
             cpu_devices.threads(count) if device.platform == "cpu" else None,
             resolved(session, documents=documents),
         )
@@ -78,8 +79,9 @@ class Provenance:
         """What differs between this provenance and one of today, such as `jax 0.10.2 -> 0.12.0`."""
         versions = dict.fromkeys([*self.versions, *now.versions])
         pairs = {name: (self.versions.get(name, "none"), now.versions.get(name, "none")) for name in versions}
-        pairs["device"] = self.device, now.device
-        if self.threads and now.threads:
+        pairs |= {"device": (self.device, now.device), "mesh": (named(self.mesh), named(now.mesh))}
+        pairs["processes"] = str(self.processes), str(now.processes)
+        if self.threads is not None and now.threads is not None:
             pairs["CPU threads"] = str(self.threads), str(now.threads)
         # an option that was set before, or is set now, is a change of the config
         for option in self.resolved.keys() & now.resolved.keys():
@@ -122,7 +124,8 @@ def keep_resolved(session: Session, config: Config, before: Provenance | None) -
     if before is None or (before.device, before.mesh) != (jax.devices()[0].device_kind, dict(session.shape)):
         return session
     for option, today in resolved(session, documents=before.documents).items():
-        if option == PACKING or (value := before.resolved.get(option, today)) == today:
+        value = before.resolved.get(option, today)
+        if option == PACKING or value in (today, None, "auto"):
             continue
         try:
             changed = _with_value(config, option, value)
@@ -137,12 +140,19 @@ def keep_resolved(session: Session, config: Config, before: Provenance | None) -
 
 
 def _newest_extra(root: str) -> dict[str, Any]:
-    """The part of `extra` with the provenance."""
+    """The part of `extra` with the provenance, of the newest step whose manifest can be read.
+
+    It raises nothing: the restore that follows explains a damaged step, and falls back to the one before it.
+    """
     store = CheckpointStore(root, read_only=True)
     for step in reversed(store.steps()):
-        with contextlib.suppress(DamagedCheckpoint):
+        try:
             extra = read_manifest(store.folder(step)).extra
-            return {KEY: extra[KEY]} if KEY in extra else {}
+        # as in `checkpoint.load.fail_together`: a damaged or missing file raises many types of exceptions
+        except Exception as error:  # noqa: BLE001
+            log.debug("step %d has no manifest that can be read: %s", step, error)
+            continue
+        return {KEY: extra[KEY]} if KEY in extra else {}
     return {}
 
 
@@ -164,11 +174,12 @@ def _own_version() -> str:
     if not os.path.exists(os.path.join(environment.CHECKOUT, ".git")):
         return __version__
     # a lock would disturb the git that a user runs
-    command = ["git", "--no-optional-locks", "-C", environment.CHECKOUT, "describe", "--always", "--dirty"]
+    command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", environment.CHECKOUT]
+    command += ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    # GIT_DIR of a hook names another repository
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        commit = subprocess.run(
-            [*command, "--abbrev=12", "--exclude=*"], capture_output=True, text=True, timeout=_GIT_S, check=True
-        )
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True, env=variables)
     except (OSError, subprocess.SubprocessError):
         return __version__
     return f"{__version__} ({commit.stdout.strip()})"

@@ -131,15 +131,16 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
 
 
 def _note_differences(session: Session, step: int, extra: dict[str, Any]) -> None:
-    """Log what decides the bits of a step and is not as it was before the checkpoint. Those of 50565e5 do not say."""
+    """Log what decides the bits of a step and is not as it was before the checkpoint. Checkpoints of 50565e5 have no
+    record."""
     if jax.process_index() or KEY not in extra:
         return
     before = Provenance.recorded(extra)
     if before is None:
-        log.warning("step %d: its versions and its values of options with auto cannot be read, and are not kept", step)
+        log.warning("step %d: the record of versions and of options with auto cannot be read, and is not used", step)
     elif differences := before.differences(Provenance.of(session, documents=before.documents)):
         log.info(
-            "since step %d this has changed: %s; the steps will not be equal in bits to those of a run without a stop",
+            "since step %d this has changed: %s; the steps will not be equal in bits to a run without a stop",
             *(step, ", ".join(differences)),
         )
 

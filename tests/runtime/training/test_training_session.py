@@ -15,6 +15,7 @@ from support.builders import TINY
 
 from mesh_transformer import __version__
 from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.estimate import overlap
 from mesh_transformer.ops.attend import cudnn, kernels
@@ -138,6 +139,20 @@ def test_a_value_that_this_version_cannot_take_is_not_kept(caplog: pytest.LogCap
     assert "stays" not in caplog.text
     differences = before.differences(Provenance.of(session, documents=False))
     assert {"compute.attention splash -> plain", "compute.dtype float8 -> float32"} <= set(differences)
+
+
+def test_a_step_without_a_manifest_does_not_stop_the_run(tmp_path: Path) -> None:
+    """The restore falls back to the step before it, and so does this record."""
+    before = _provenance(parse_config(TINY))
+    store = CheckpointStore(str(tmp_path))
+    for step in (1, 2, 3):
+        store.save(step, {"x": jax.numpy.zeros(2)}, {KEY: dataclasses.replace(before, threads=step).to_json()})
+    store.close()
+    (tmp_path / "step_3/manifest/metadata").unlink()
+    assert Provenance.read(str(tmp_path)) == dataclasses.replace(before, threads=2)
+    (tmp_path / "step_2/manifest/metadata").write_text("{")
+    assert Provenance.read(str(tmp_path)) is None
+    assert Provenance.read(str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize("extra", [{}, {KEY: None}, {KEY: "x"}, {KEY: {"versions": [], "device": 1}}])
