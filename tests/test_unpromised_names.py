@@ -10,6 +10,8 @@ import contextlib
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,7 +87,8 @@ NAMES = [
         "ops/experts/megablox.py",
     ),
     Name("jax._src.cache_key", "_hash_devices", ("hash_obj", "devices"), "platforms.py"),
-    Name("jax._src.cache_key", "_hash_accelerator_config", ("hash_obj", "accelerators"), "platforms.py"),
+    # `platforms` replaces it by `_hash_devices`
+    Name("jax._src.cache_key", "_hash_accelerator_config", (), "platforms.py"),
     Name("jax.experimental.compilation_cache.compilation_cache", "reset_cache", (), "estimate/programs.py"),
     Name("jax.experimental.topologies", "get_topology_desc", ("topology_name", "platform"), "estimate/tpus.py"),
     Name(
@@ -146,6 +149,15 @@ def test_a_name_takes_what_it_is_given(name: Name) -> None:
         assert set(name.arguments) <= set(parameters), list(parameters)
     else:
         assert name.value is not None
+
+
+def test_the_function_for_keys_of_programs_takes_what_its_replacement_takes() -> None:
+    """In a process of its own: `platforms.join_job` of another test replaces it."""
+    code = (
+        "import inspect; from jax._src import cache_key as key; "
+        "print(*(len(inspect.signature(f).parameters) for f in (key._hash_accelerator_config, key._hash_devices)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "2 2\n"
 
 
 def test_the_kernels_of_attention_work_with_the_installed_jax() -> None:
