@@ -205,7 +205,8 @@ def _kernels(config: Config, setting: str, dtype: str, accelerator: Accelerator)
     kind = accelerator.name
     target = Target("tpu", kind) if accelerator.is_tpu else Target("gpu", compute_capability(kind))
     documents = config.data.packing == "documents"
-    return kernels.of_kinds(setting, config.decoder, target, dtype, config.seq, segments=documents)
+    cases = kernels.cases_of_kinds(config.decoder, target, dtype, config.seq, segments=documents)
+    return {kind: kernels.choose(setting, case) for kind, case in cases.items()}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
 from mesh_transformer.models.model import Model
-from mesh_transformer.ops.attend.kernel import Target
-from mesh_transformer.ops.attend.kernels import of_kinds
+from mesh_transformer.ops.attend.kernel import Case, Target
+from mesh_transformer.ops.attend.kernels import Setting, cases_of_kinds, choose
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Params, Partition, constrain_tree
 from mesh_transformer.spec import Layer
@@ -45,21 +45,31 @@ class Placement:
         return placement
 
     def kernels(self, length: int, *, documents: bool = False) -> dict[Layer, str]:
-        """The attention kernel of each kind of layer, or "plain", for sequences of `length` positions.
-
-        Args:
-            documents: whether a sequence has several, each with its own attention.
+        """The attention kernel of each kind of layer, or "plain": see `cases`.
 
         Raises:
             UserError: `compute.attention` names a kernel that cannot compute a layer.
+        """
+        cases = self.cases(length, documents=documents)
+        return {kind: choose(self.partition.attention, case) for kind, case in cases.items()}
+
+    def cases(self, length: int, *, documents: bool = False) -> dict[Layer, Case]:
+        """The attention of each kind of layer in training.
+
+        Args:
+            length: positions of a sequence.
+            documents: whether a sequence has several, each with its own attention.
         """
         target, mode = Target.of(self.partition.mesh.devices.flat[0]), self.partition.context_mode
         dtype, parts = self.model.dtype.name, self.partition.size("seq")
         ring = None if parts == 1 or mode == "ulysses" else mode
         if ring is not None:
             length //= parts * (2 if mode == "zigzag" else 1)
-        setting, decoder = self.partition.attention, self.model.decoder
-        return of_kinds(setting, decoder, target, dtype, length, ring, segments=documents)
+        return cases_of_kinds(self.model.decoder, target, dtype, length, ring, segments=documents)
+
+    def with_attention(self, setting: Setting) -> Placement:
+        """This model on this mesh, with other kernels of attention."""
+        return Placement(self.model, dataclasses.replace(self.partition, attention=setting))
 
     @classmethod
     def _on_partition(cls, model: Model, partition: Partition) -> Placement:

@@ -89,7 +89,7 @@ class Partition:
 
     `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
     whether the communication of `ops.tensor_parallel` overlaps with its products. `attention` is
-    `compute.attention`: which kernel computes attention (`ops.attend.kernels`).
+    `compute.attention`, or a `Setting` of `ops.attend.kernels`: which kernel computes attention.
 
     Raises:
         UserError: a rule is not a tuple of axes of the mesh, or a name without a rule is used.
@@ -100,7 +100,7 @@ class Partition:
     whole: frozenset[str] = frozenset()
     context_mode: str = "zigzag"
     overlap_tp: bool = False
-    attention: str = "auto"
+    attention: str | Mapping[str, str] = "auto"
 
     def __post_init__(self) -> None:
         for name, axes in self.rules.items():

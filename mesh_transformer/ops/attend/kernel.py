@@ -57,6 +57,11 @@ class Case:
     # `mesh.context_mode`, where keys of other devices arrive block by block; None: a device has all keys
     ring: str | None = None
 
+    @property
+    def heads(self) -> str:
+        """What differs between the layers of a model, such as `192x128` and `64x64 softcap`."""
+        return f"{self.head_dim}x{self.value_dim}{' softcap' if self.softcap else ''}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,26 @@ PLAIN = "plain"
 KERNELS = {"splash": "tpu", "cudnn": "gpu"}
 """The values of `compute.attention` that name a kernel, the first choice of "auto" first, and the platform of each. The
 module of a kernel has its name, and is imported where it is used."""
+Setting = str | Mapping[str, str]
+"""`compute.attention`; or, where layers use different kernels, one of its values for each `Case.heads`."""
 
 
-def choose(setting: str, case: Case) -> str:
-    """The kernel that computes a case, or "plain". It depends on the arguments only, so that a resumed run on devices
-    of the same kind chooses the same.
+def choose(setting: Setting, case: Case) -> str:
+    """The kernel that computes a case, or "plain". It depends on the arguments and on the installed JAX.
 
     Args:
-        setting: `compute.attention`; auto: the first kernel that can compute the case, else plain.
+        setting: auto: the first kernel that can compute the case, else plain.
 
     Raises:
         UserError: the kernel that is set cannot compute it; says why, and what to set.
     """
+    if not isinstance(setting, str):
+        setting = setting.get(case.heads, "auto")
     if setting == "auto":
         own = (name for name, platform in KERNELS.items() if platform == case.target.platform)
         return next((name for name in own if _refusal(name, case) is None), PLAIN)
+    if setting not in (PLAIN, *KERNELS):
+        raise UserError(f"compute.attention {setting:.100} is not one of auto, {', '.join((PLAIN, *KERNELS))}")
     reason = None if setting == PLAIN else _refusal(setting, case)
     if reason is not None:
         raise UserError(f"compute.attention {setting} {reason}: set compute.attention=auto, or plain")
@@ -62,8 +68,7 @@ def without_long(windows: Windows, length: int) -> Windows:
     return tuple(dict.fromkeys(None if window is None or window >= length else window for window in windows))
 
 
-def of_kinds(
-    setting: str,
+def cases_of_kinds(
     decoder: Decoder,
     target: Target,
     dtype: str,
@@ -71,26 +76,22 @@ def of_kinds(
     ring: str | None = None,
     *,
     segments: bool = False,
-) -> dict[Layer, str]:
-    """The kernel of each kind of layer of a model, before anything is compiled.
+) -> dict[Layer, Case]:
+    """The attention of each kind of layer of a model, before anything is compiled.
 
     Args:
-        setting, dtype: of `compute`.
+        dtype: of `compute`.
         length: positions of a sequence; with `ring`, of one block of it.
         ring, segments: as in `Case`.
-
-    Raises:
-        UserError: as in `choose`.
     """
     windows = without_long(decoder.windows, length)
-    found = {}
+    by_kind = {}
     for kind in decoder.kinds:
         key, value = kind.attention.keys_and_values
         softcap = getattr(kind.attention, "softcap", None) is not None
         widths = key.width, value.width
-        case = Case(target, length, *widths, dtype, decoder.relative_bias, segments, softcap, windows, ring)
-        found[kind] = choose(setting, case)
-    return found
+        by_kind[kind] = Case(target, length, *widths, dtype, decoder.relative_bias, segments, softcap, windows, ring)
+    return by_kind
 
 
 def attend(

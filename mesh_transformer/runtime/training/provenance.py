@@ -19,13 +19,15 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.programs import compiler_versions
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.ops.attend.kernels import Setting
 from mesh_transformer.runtime.session.broadcast import from_first_process
 from mesh_transformer.runtime.session.session import Session
 
 # of what a checkpoint keeps beside the arrays
 KEY = "provenance"
-PACKING = "data.packing"
+PACKING, ATTENTION = "data.packing", "compute.attention"
 _GIT_S = 10
+_SETTING: pydantic.TypeAdapter[Setting] = pydantic.TypeAdapter(str | dict[str, str])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +102,24 @@ def resolved(session: Session, *, documents: bool | None) -> dict[str, Any]:
         documents: whether the sequences have several, each with its own attention; None: it is not known yet.
     """
     config, compute = session.config, session.placement.model.compute
-    kernels = session.placement.kernels(config.seq, documents=documents or config.data.packing == "documents")
     values = {
         "compute.dtype": compute.dtype,
         "compute.remat": compute.remat,
         "compute.logits_mib": compute.logits_mib,
-        # of all kinds of layers
-        "compute.attention": ",".join(sorted(set(kernels.values()))),
         "mesh.overlap_tp": session.placement.partition.overlap_tp,
+        ATTENTION: _kernels(session, documents=documents or config.data.packing == "documents"),
     }
     if documents is not None:
         values[PACKING] = "documents" if documents else "concat"
     return {option: value for option, value in values.items() if _value(config, option) == "auto"}
+
+
+def _kernels(session: Session, *, documents: bool) -> str | dict[str, str]:
+    """The attention kernel of the layers, or that of each `Case.heads` if there are several."""
+    placement, seq = session.placement, session.config.seq
+    cases, kernels = placement.cases(seq, documents=documents), placement.kernels(seq, documents=documents)
+    by_heads = {cases[kind].heads: kernel for kind, kernel in kernels.items()}
+    return by_heads if len(set(by_heads.values())) > 1 else next(iter(by_heads.values()))
 
 
 def keep_resolved(session: Session, config: Config, before: Provenance | None) -> Session:
@@ -128,11 +136,14 @@ def keep_resolved(session: Session, config: Config, before: Provenance | None) -
         if option == PACKING or value in (today, None, "auto"):
             continue
         try:
-            changed = _with_value(config, option, value)
-            session = dataclasses.replace(session, placement=Placement.of(changed, jax.devices()))
+            if option == ATTENTION:
+                placement = session.placement.with_attention(_SETTING.validate_python(value))
+                placement.kernels(config.seq, documents=before.documents)
+            else:
+                config, placement = _with_value(config, option, value)
         except (UserError, pydantic.ValidationError):
             continue
-        config = changed
+        session = dataclasses.replace(session, placement=placement)
         log.info(
             "%s auto stays %s, as in the checkpoint; a new run would take %s", option, _shown(value), _shown(today)
         )
@@ -161,11 +172,13 @@ def _value(config: Config, option: str) -> Any:
     return getattr(getattr(config, group), name)
 
 
-def _with_value(config: Config, option: str, value: Any) -> Config:
-    """Raises pydantic.ValidationError if the option cannot have the value."""
+def _with_value(config: Config, option: str, value: Any) -> tuple[Config, Placement]:
+    """The config and its placement. Raises UserError and pydantic.ValidationError if the option cannot have the
+    value."""
     group, name = option.split(".")
     fields = getattr(config, group)
-    return config.model_copy(update={group: type(fields).model_validate({**fields.model_dump(), name: value})})
+    config = config.model_copy(update={group: type(fields).model_validate({**fields.model_dump(), name: value})})
+    return config, Placement.of(config, jax.devices())
 
 
 @functools.cache
@@ -186,4 +199,6 @@ def _own_version() -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " and ".join(f"{kernel} for heads of {heads}" for heads, kernel in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,7 +14,7 @@ from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
 from mesh_transformer.platforms import by_slice
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.training.provenance import Provenance, keep_resolved
+from mesh_transformer.runtime.training.provenance import PACKING, Provenance, keep_resolved, resolved
 from mesh_transformer.sequences import Sequences
 
 
@@ -28,10 +28,10 @@ def open_session(config: Config, tokenizer_files: str | None = None, before: Pro
         UserError: the devices do not fit the mesh.
     """
     session = Session.open(config, tokenizer_files)
-    resolved = overlap.resolve_for(config, jax.devices())
-    if config.mesh.overlap_tp == "auto" and resolved.mesh.overlap_tp:
-        session = dataclasses.replace(session, placement=Placement.of(resolved, jax.devices()))
-    session = keep_resolved(session, resolved, before)
+    decided = overlap.resolve_for(config, jax.devices())
+    if config.mesh.overlap_tp == "auto" and decided.mesh.overlap_tp:
+        session = dataclasses.replace(session, placement=Placement.of(decided, jax.devices()))
+    session = keep_resolved(session, decided, before)
     if config.mesh.overlap_tp == "auto" and session.placement.partition.overlap_tp:
         log.info("mesh.overlap_tp auto is true: the closed form of preflight estimates a shorter step")
     return session
@@ -54,9 +54,16 @@ def suggest_a_faster_step(session: Session) -> None:
         )
 
 
-def note_missing_noise_scale(sequences: Sequences) -> None:
-    """Log that a run has no noise scale, if some targets of its batches do not count in the loss."""
-    if jax.process_index() == 0 and sequences.weighted:
+def note_first_batch(session: Session, sequences: Sequences, before: Provenance | None) -> None:
+    """Log that a run has no noise scale, if some targets of its batches do not count in the loss, and that
+    `data.packing` "auto" follows records of another kind than before a resume."""
+    if jax.process_index():
+        return
+    packing = None if before is None else before.resolved.get(PACKING)
+    now = resolved(session, documents=sequences.documents is not None).get(PACKING)
+    if packing is not None and now is not None and packing != now:
+        log.info("data.packing auto is %s, as the records call for; before the resume it was %s", now, packing)
+    if sequences.weighted:
         log.info(
             "no noise scale (noise/*) is computed: with documents or loss masks in the records, sequences have "
             "different numbers of learned tokens"

@@ -67,6 +67,7 @@ class StartPoint(NamedTuple):
         origin: the Hugging Face folder that the run started from, if any.
         validates: whether the run begins with the validation after `step`: a signal interrupted it, or a fine-tuning
             starts.
+        provenance: of the steps before it, if the checkpoint has it.
     """
 
     state: TrainState
@@ -75,6 +76,7 @@ class StartPoint(NamedTuple):
     loader_state: dict[str, Any] | None
     origin: Origin | None = None
     validates: bool = False
+    provenance: Provenance | None = None
 
 
 def resume_or_start(
@@ -120,22 +122,23 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     log.info("resuming after step %d; repeating %s", step, plural(redone, "step"))
     if jax.process_index() == 0 and (changes := _changes(extra, session)):
         log.info("resuming with changed options: %s", ", ".join(changes))
-    _note_differences(session, step, extra)
+    provenance = _note_differences(session, step, extra)
     # the weights of a mixture follow the step of the run
     beginning = position_at(step) if session.config.data.reads_any_record else None
     if session.config.data.restart:
         log.warning("data.restart: reading the training data from its beginning")
-        return StartPoint(checkpoint.state, step, counters, beginning)
+        return StartPoint(checkpoint.state, step, counters, beginning, provenance=provenance)
     loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
-    return StartPoint(checkpoint.state, step, counters, beginning if loader is None else loader)
+    loader = beginning if loader is None else loader
+    return StartPoint(checkpoint.state, step, counters, loader, provenance=provenance)
 
 
-def _note_differences(session: Session, step: int, extra: dict[str, Any]) -> None:
-    """Log what decides the bits of a step and is not as it was before the checkpoint. Checkpoints of 50565e5 have no
-    record."""
-    if jax.process_index() or KEY not in extra:
-        return
+def _note_differences(session: Session, step: int, extra: dict[str, Any]) -> Provenance | None:
+    """Log what decides the bits of a step and is not as it was before the checkpoint, whose provenance it returns.
+    Checkpoints of 50565e5 have none."""
     before = Provenance.recorded(extra)
+    if jax.process_index() or KEY not in extra:
+        return before
     if before is None:
         log.warning("step %d: the record of versions and of options with auto cannot be read, and is not used", step)
     elif differences := before.differences(Provenance.of(session, documents=before.documents)):
@@ -143,6 +146,7 @@ def _note_differences(session: Session, step: int, extra: dict[str, Any]) -> Non
             "since step %d this has changed: %s; the steps will not be equal in bits to a run without a stop",
             *(step, ", ".join(differences)),
         )
+    return before
 
 
 def _changes(extra: dict[str, Any], session: Session) -> list[str]:

@@ -33,7 +33,7 @@ from mesh_transformer.runtime.training.provenance import KEY, Provenance
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.runtime.training.session import (
-    note_missing_noise_scale,
+    note_first_batch,
     open_session,
     suggest_a_faster_step,
     warn_of_idle_stages,
@@ -263,7 +263,7 @@ class TrainingRun:
                 batch = self.session.place_batch(batch)
                 self.documents = batch.documents is not None
                 if step == start_point.step + 1:
-                    note_missing_noise_scale(batch)
+                    note_first_batch(self.session, batch, start_point.provenance)
                     log.info("compiling: training step")
                 # the metrics of the first step are read after the dispatch of the second one
                 self.observer.phase("step" if step > start_point.step + 2 else "compile", step)

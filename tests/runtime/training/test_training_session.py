@@ -10,18 +10,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from support.builders import TINY
 
 from mesh_transformer import __version__
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.config import Config, load_config, parse_config, schema
 from mesh_transformer.estimate import overlap
 from mesh_transformer.ops.attend import cudnn, kernels
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.training.provenance import KEY, Provenance
-from mesh_transformer.runtime.training.session import open_session, suggest_a_faster_step, warn_of_idle_stages
+from mesh_transformer.runtime.training.session import (
+    note_first_batch,
+    open_session,
+    suggest_a_faster_step,
+    warn_of_idle_stages,
+)
+from mesh_transformer.sequences import Sequences
 
 SPLIT = ["mesh.tp=2", "mesh.fsdp=4", "mesh.shard_activations=true"]
 
@@ -139,6 +146,78 @@ def test_a_value_that_this_version_cannot_take_is_not_kept(caplog: pytest.LogCap
     assert "stays" not in caplog.text
     differences = before.differences(Provenance.of(session, documents=False))
     assert {"compute.attention splash -> plain", "compute.dtype float8 -> float32"} <= set(differences)
+
+
+def test_layers_of_two_head_sizes_keep_the_kernel_of_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later version may have a kernel that computes heads for which an earlier one had none."""
+    caplog.set_level(logging.INFO)
+    config = parse_config(TINY)
+    *first, last = config.decoder.layers
+    attention = last.attention
+    wide = dataclasses.replace(attention, head_dim=2 * attention.head_dim)
+    branches = tuple(
+        dataclasses.replace(
+            branch,
+            parts=tuple(
+                dataclasses.replace(part, mechanism=wide) if part.mechanism == attention else part
+                for part in branch.parts
+            ),
+        )
+        for branch in last.branches
+    )
+    decoder = dataclasses.replace(config.decoder, layers=(*first, dataclasses.replace(last, branches=branches)))
+    monkeypatch.setattr(schema, "_decoder", lambda model: decoder)
+    monkeypatch.setitem(kernels.KERNELS, "cudnn", "cpu")
+    most = attention.head_dim
+    monkeypatch.setattr(kernels, "_refusal", lambda name, case: "is for small heads" if case.head_dim > most else None)
+    narrow, large = (f"{size}x{size}" for size in (attention.head_dim, wide.head_dim))
+    by_heads = {narrow: "cudnn", large: "plain"}
+    before = _provenance(config)
+    assert before.resolved["compute.attention"] == by_heads
+    most = wide.head_dim
+    assert _provenance(config).resolved["compute.attention"] == "cudnn"
+    session = open_session(config, None, before)
+    assert set(session.placement.kernels(config.seq).values()) == {"cudnn", "plain"}
+    assert before.differences(Provenance.of(session, documents=False)) == []
+    shown = f"cudnn for heads of {narrow} and plain for heads of {large}"
+    assert f"compute.attention auto stays {shown}, as in the checkpoint; a new run would take cudnn" in caplog.text
+    # the kernel of the record is gone
+    most = 0
+    session = open_session(config, None, before)
+    differences = before.differences(Provenance.of(session, documents=False))
+    assert differences == [f"compute.attention {shown} -> plain"]
+
+
+@pytest.mark.parametrize("value", ["os", {"8x8": "os"}, {"8x8": 1}, 7, ["plain"]])
+def test_a_strange_kernel_of_a_record_is_not_used(value: object) -> None:
+    config = parse_config(TINY)
+    heads = f"{config.decoder.layers[0].attention.head_dim}x{config.decoder.layers[0].attention.head_dim}"
+    value = {heads: value["8x8"]} if isinstance(value, dict) else value
+    session = open_session(config, None, _provenance(config, **{"compute.attention": value}))
+    assert session.placement.partition.attention == "auto"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "before", "now", "line"),
+    [
+        ([], False, True, ["data.packing auto is documents, as the records call for; before the resume it was concat"]),
+        ([], True, False, ["data.packing auto is concat, as the records call for; before the resume it was documents"]),
+        ([], True, True, []),
+        # a change of the config
+        (["data.packing=concat"], True, False, []),
+    ],
+)
+def test_records_of_another_kind_than_before_a_resume_are_said(
+    overrides: list[str], before: bool, now: bool, line: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    earlier = Provenance.of(open_session(parse_config(TINY)), documents=before)
+    tokens = np.ones((1, 2, 9), np.int32)
+    session = open_session(parse_config(TINY, overrides))
+    note_first_batch(session, Sequences(tokens, tokens if now else None), earlier)
+    assert [record.getMessage() for record in caplog.records if "packing" in record.getMessage()] == line
 
 
 def test_a_step_without_a_manifest_does_not_stop_the_run(tmp_path: Path) -> None:
