@@ -11,8 +11,7 @@ python=$root/.venv-test/bin/python
 
 "$python" -m build --outdir "$built" "$root" >"$place/build.log" 2>&1 || { cat "$place/build.log"; exit 1; }
 "$python" -m venv "$place/venv"
-"$place/venv/bin/pip" install --quiet --quiet --no-compile --disable-pip-version-check \
-    "$built"/mesh_transformer-*.whl
+"$place/venv/bin/python" "$root/scripts/install.py" "$built"/mesh_transformer-*.whl
 mkdir "$place/work"
 cd "$place/work"
 # neither the checkout nor the variables of the caller help

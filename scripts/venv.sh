@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Create or update a virtual environment: scripts/venv.sh FOLDER [EXTRA...]
+# Create or update a virtual environment, of $PYTHON if it is set: scripts/venv.sh FOLDER [EXTRA...]
 # Installs requirements.txt, this package (editable) and the given extras of pyproject.toml. Does nothing if the
-# environment exists and requirements.txt, pyproject.toml, the extras and this file have not changed.
+# environment exists and requirements.txt, pyproject.toml, the extras, install.py and this file have not changed.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,7 +20,7 @@ supported() {
 
 find_python() {
     local name found=()
-    for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
+    for name in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3 python}; do
         if command -v "$name" >/dev/null; then
             if supported "$name"; then
                 echo "$name"
@@ -38,7 +38,7 @@ fingerprint() {
 import hashlib, pathlib, sys
 root, *extras = sys.argv[1:]
 digest = hashlib.sha256(repr((sys.version, root, extras)).encode())
-for name in ("requirements.txt", "pyproject.toml", "scripts/venv.sh"):
+for name in ("requirements.txt", "pyproject.toml", "scripts/venv.sh", "scripts/install.py"):
     digest.update(pathlib.Path(root, name).read_bytes())
 print(digest.hexdigest())
 PY
@@ -59,13 +59,11 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
 fi
 rm -f "$stamp"
 echo "Installing into $venv: requirements.txt, this package, extras: ${*:-none} (this takes some minutes the first time)" >&2
-"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -r "$root/requirements.txt" -e "$root"
-for extra in "$@"; do
-    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "${root}[$extra]" || {
-        pins=$(grep -E "^$extra = " "$root/pyproject.toml" || echo "$extra is not an extra there")
-        echo "pip cannot install the extra '$extra', which pyproject.toml defines as: $pins" >&2
-        echo "If pip found no matching version, no wheel exists for this platform and Python ($("$venv/bin/python" --version))." >&2
-        exit 1
-    }
-done
+extras=$(IFS=, && echo "$*")
+"$venv/bin/python" "$root/scripts/install.py" -r "$root/requirements.txt" -e "$root${extras:+[$extras]}" || {
+    echo "Cannot install requirements.txt with the extras of pyproject.toml: ${*:-none}. Without a network, set PIP_FIND_LINKS" >&2
+    echo "to a folder of wheels, or PIP_INDEX_URL to an index that can be reached. If no version of a package matches, it has" >&2
+    echo "no wheel for this platform and $("$venv/bin/python" --version)." >&2
+    exit 1
+}
 echo "$wanted" >"$stamp"
