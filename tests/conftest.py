@@ -1,18 +1,20 @@
 """Eight virtual CPU devices, a compile cache and strict promotion, set before any test module imports jax."""
 
 import gc
+import importlib.util
 import logging
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import golden
+import hypothesis
 import pytest
-from support.skipped import NO_SHARED, closing_lines
+from support.summary import NO_SHARED, PeakMemory, closing_lines, seconds_by_folder
 from support.xla import cpu_flags
 
 from mesh_transformer import cpu_devices
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
     from support.gcs_server import GcsServer
     from support.hub_server import HubServer
 
-pytest_plugins = ["support.times", "support.sample", "support.browser"]
+pytest_plugins = ["support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
+TESTS = Path(__file__).parent
+MOST_BYTES = 3 << 29
+LONG = ("cluster", "parallel", "pod", "runtime", "train")
 
 
 def set_up_devices(environment: dict[str, str] | os._Environ[str]) -> None:
@@ -52,11 +57,6 @@ def set_up_strictness(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
-def set_up_seed(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Draw the seed of random models anew in each run, unless it is given; workers get it with the environment."""
-    environment.setdefault("FAMILY_SEED", str(secrets.randbelow(1 << 31)))
-
-
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could choose the devices: which plugin did it?")
 # as in a command (runtime/cli.py): JAX's traces are many objects, and searches for garbage in them take time
@@ -65,7 +65,11 @@ set_up_devices(os.environ)
 cpu_devices.give_threads()
 set_up_caches(os.environ)
 set_up_strictness(os.environ)
-set_up_seed(os.environ)
+# of random models; .ci/nightly draws another one
+SEED = int(os.environ.setdefault("TESTS_SEED", "0"))
+# the seed 0 gives hypothesis the same inputs in each run. A test may be slow on a machine that is busy.
+hypothesis.settings.register_profile("tests", derandomize=SEED == 0, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("tests")
 # A shell's background job ignores SIGINT, and the commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,15 +82,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Open the devices where pytest does not capture: XLA ends the process for a flag that it does not know, and says
+    which one it is."""
+    if getattr(config.option, "numprocesses", None) or config.option.collectonly:
+        return
+    import jax
+
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        jax.devices()
+
+
 def pytest_report_header() -> str:
-    """Say which random models this run has."""
-    return f"random models: FAMILY_SEED={os.environ['FAMILY_SEED']}"
+    """Say which random models and inputs this run has."""
+    return f"random models and inputs: TESTS_SEED={SEED}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first: short ones then keep every worker busy to the end."""
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    """Folders with long tests first: short ones then keep every worker busy to the end."""
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG)
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
@@ -109,6 +124,16 @@ def pytest_runtest_protocol() -> Generator[None, bool, bool]:
         if handler not in handlers:
             root.removeHandler(handler)
     return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _limit_memory() -> Iterator[None]:
+    """Drop the compiled programs of a process that has grown: three workers have to fit the memory of a laptop."""
+    yield
+    pages = Path("/proc/self/statm")
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -172,9 +197,47 @@ def hub_server(_hub_server: "HubServer", tmp_path: Path) -> "Iterator[HubServer]
         yield _hub_server
 
 
+@pytest.fixture(scope="module")
+def libtpu() -> Iterator[None]:
+    """The compiler for TPUs, without one. JAX would write its programs to the cache, but cannot read them back."""
+    import jax
+
+    reason = "libtpu is not installed: nothing was compiled for a TPU (pip install -e '.[tpu]')"
+    pytest.importorskip("libtpu", reason=reason)
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    # the variables that it needs would mislead processes of later tests
+    with mock.patch.dict(os.environ):
+        yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+@pytest.fixture
+def no_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, libtpu is not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else find(name, *rest)
+    )
+
+
+_MEMORY = pytest.StashKey[PeakMemory]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Watch the memory of a run with workers."""
+    if getattr(session.config.option, "numprocesses", None):
+        session.config.stash[_MEMORY] = PeakMemory()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
-    """Close with what was not run, after pytest's own summary."""
+    """Close with the seconds of each folder and with what was not run, after pytest's own summary."""
     yield
+    if getattr(config.option, "numprocesses", None):
+        terminalreporter.section("seconds of tests by folder")
+        reports = [one for status in terminalreporter.stats.values() for one in status if hasattr(one, "duration")]
+        for line in [*seconds_by_folder(reports), str(config.stash[_MEMORY])]:
+            terminalreporter.write_line(line)
     for line in closing_lines(terminalreporter.stats.get("skipped", []), config.option.markexpr):
         terminalreporter.write_line(line)

@@ -47,8 +47,6 @@ from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.spec.flops import flops_per_token
 from mesh_transformer.train.step import TrainProgram
 
-pytestmark = pytest.mark.slow
-
 # the files of support/added say what each addition is
 FILES = ("added_family", "added_mechanism", "added_optimizer", "added_period")
 SIZES = {"d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32, "n_vocab": 32, "vocab_multiple": 32, "seq": 8}

@@ -1,36 +1,29 @@
 """Every command of README, CONTRIBUTING and docs runs as printed, in the order of its page, and prints what the page
 says; the exceptions stand in `support/doc_table.py` with their reasons."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import doc_shell, doc_table
 from support.commands import REPO
-from support.covering import sampled
 from support.doc_blocks import Block, blocks, pages
 
 TIMEOUT_S = 900
-# CPU seconds of each page
-SECONDS = {
-    "README.md": 160,
-    "CONTRIBUTING.md": 2,
-    "docs/chat.md": 150,
-    "docs/checkpoints.md": 30,
-    "docs/data.md": 100,
-    "docs/evaluate.md": 35,
-    "docs/experts.md": 25,
-    "docs/finetune.md": 60,
-    "docs/install.md": 40,
-    "docs/library.md": 10,
-    "docs/parallelism.md": 150,
-    "docs/preflight.md": 5,
-    "docs/runs.md": 60,
-    "docs/serve.md": 55,
-}
-# a page that takes longer is run by `-m matrix` only, so that the default run has less than 30 s of a turn's share
-LONGEST = 60
+DAILY = [
+    "CONTRIBUTING.md",
+    "docs/checkpoints.md",
+    "docs/evaluate.md",
+    "docs/experts.md",
+    "docs/finetune.md",
+    "docs/install.md",
+    "docs/library.md",
+    "docs/preflight.md",
+    "docs/runs.md",
+    "docs/serve.md",
+]
+# each takes 100 to 160 s of CPU
+NIGHTLY = ["README.md", "docs/chat.md", "docs/data.md", "docs/parallelism.md"]
 
 
 def of(page: str) -> list[Block]:
@@ -55,18 +48,7 @@ def run_by_tests(page: str) -> list[Block]:
 PAGES = [page.relative_to(REPO).as_posix() for page in pages(REPO)]
 
 
-def cases() -> list:
-    """Each page is a product of its own, because each has its own time. A change of the page selects it."""
-    long = [page for page, seconds in SECONDS.items() if seconds > LONGEST]
-    short = [sampled([page], seconds=SECONDS[page], files=(f"../{page}",)) for page in SECONDS if page not in long]
-    return [
-        *itertools.chain.from_iterable(short),
-        *(pytest.param(page, marks=[pytest.mark.matrix, pytest.mark.unsampled]) for page in long),
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", cases())
+@pytest.mark.parametrize("page", [*DAILY, *(pytest.param(page, marks=pytest.mark.nightly) for page in NIGHTLY)])
 def test_a_page(page: str, tmp_path: Path) -> None:
     checkout = doc_shell.clone(REPO, tmp_path / "clone")
     doc_shell.run(run_by_tests(page), checkout, tmp_path / "logs", TIMEOUT_S)
@@ -74,8 +56,8 @@ def test_a_page(page: str, tmp_path: Path) -> None:
 
 
 def test_every_page_with_a_command_is_run() -> None:
-    """A block that is neither run nor listed belongs to a page that SECONDS has."""
-    assert [page for page in PAGES if run_by_tests(page)] == list(SECONDS)
+    """A block that is neither run nor listed belongs to one of these pages."""
+    assert {page for page in PAGES if run_by_tests(page)} == {*DAILY, *NIGHTLY}
 
 
 @pytest.mark.parametrize("table", ["NOT_RUN", "TEXT", "AGAIN", "SHORTER"])

@@ -7,8 +7,6 @@ import pytest
 
 from examples import common
 
-pytestmark = pytest.mark.slow
-
 COLLECTIVES = {
     "data_parallelism": {"all-reduce", "all-gather"},
     "fsdp": {"all-reduce", "all-gather"},

@@ -14,8 +14,6 @@ import pytest
 
 from mesh_transformer.errors import UserError
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import json, subprocess, sys, time
 

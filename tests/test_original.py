@@ -9,7 +9,7 @@ from pathlib import Path
 
 import golden
 import numpy as np
-from support.skipped import NO_SHARED
+from support.summary import NO_SHARED
 
 MOST_BYTES = 6_000_000
 
@@ -92,7 +92,7 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "pytest"]
     done = subprocess.run(command, cwd=tests.parent, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr
-    *_, shared, browser, unselected, _, _, count = done.stdout.splitlines()
+    *_, shared, browser, unselected, _, count = done.stdout.splitlines()
     assert shared == f"2 skipped: {NO_SHARED}"
     assert browser == "1 skipped: no browser"
     assert "-m 'pod or faults'" in unselected

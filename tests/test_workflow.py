@@ -1,6 +1,7 @@
-"""The workflow of continuous integration."""
+"""The workflows of continuous integration."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-WORKFLOW = Path(__file__).parents[1] / ".github/workflows/ci.yml"
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = {path.stem: path for path in (ROOT / ".github/workflows").iterdir()}
 # sudo with secure_path, which sudoers of GitHub's runners sets: PATH is replaced even if it is to be preserved
 SUDO = """#!/bin/bash
 home=/root
@@ -19,27 +21,31 @@ exec env HOME="$home" PATH=/usr/sbin:/usr/bin:/sbin:/bin "$@"
 """
 
 
-@pytest.fixture(scope="module")
-def steps() -> list[dict[str, Any]]:
-    return yaml.safe_load(WORKFLOW.read_text())["jobs"]["ci"]["steps"]
+def _job(name: str) -> dict[str, Any]:
+    return yaml.safe_load(WORKFLOWS[name].read_text())["jobs"][name]
 
 
-def test_the_workflow_fits_its_schema() -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def test_the_workflows_fit_their_schema() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    subprocess.run([*command, *map(str, WORKFLOWS.values())], check=True, capture_output=True, text=True)
 
 
-def test_the_whole_history_is_fetched(steps) -> None:
-    """`support/sample.py` counts the commits for the turn, and compares with an earlier commit."""
-    (checkout,) = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
-    assert checkout.get("with", {}).get("fetch-depth") == 0
+def test_every_part_runs_at_night_and_no_other_is_taken() -> None:
+    text = (ROOT / ".ci/nightly").read_text()
+    parts = _job("nightly")["strategy"]["matrix"]["part"]
+    assert re.findall(r"^#   (\w+)", text, re.MULTILINE) == re.findall(r"^(\w+)\(\) {", text, re.MULTILINE) == parts
+    refused = subprocess.run(["bash", ROOT / ".ci/nightly", "matrix", "all"], capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"all is no part: give some of {', '.join(parts)}\n"
 
 
-def test_ci_runs_with_the_python_of_the_workflow(steps, tmp_path: Path) -> None:
-    """`.ci/run` finds programs by the PATH that setup-python wrote, and the cache below the user's HOME."""
-    (command,) = [step["run"] for step in steps if "run" in step]
-    sudo, script = tmp_path / "bin/sudo", tmp_path / ".ci/run"
-    for file, text in ((sudo, SUDO), (script, 'echo "$HOME" "$PATH"\n')):
+@pytest.mark.parametrize(("name", "script"), [("ci", "run"), ("nightly", "nightly")])
+def test_it_runs_with_the_python_of_the_workflow(name: str, script: str, tmp_path: Path) -> None:
+    """The script finds programs by the PATH that setup-python wrote, and the cache below the user's HOME."""
+    (command,) = [step["run"] for step in _job(name)["steps"] if "run" in step]
+    command = re.sub(r"\${{ matrix\.\w+ }}", "3.13", command)
+    sudo, script_file = tmp_path / "bin/sudo", tmp_path / ".ci" / script
+    for file, text in ((sudo, SUDO), (script_file, 'echo "$HOME" "$PATH" "${PYTHON-none}"\n')):
         file.parent.mkdir()
         file.write_text(text)
         file.chmod(0o755)
@@ -52,4 +58,4 @@ def test_ci_runs_with_the_python_of_the_workflow(steps, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert ran.stdout == f"{home} {path}\n"
+    assert ran.stdout == f"{home} {path} {'python3.13' if name == 'ci' else 'none'}\n"

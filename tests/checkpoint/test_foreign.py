@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import families
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.checkpoint.hf.source import (
     export_tensor,
@@ -85,14 +85,10 @@ def test_the_classic_format_supports_only_gpt_j() -> None:
 WIDTHS = {"even": {"d_model": 64, "d_head": 10}, "odd": {"d_model": 66, "d_head": 10}}
 
 
-def files(name: str, width: str) -> list[str]:
-    return families.files_of(families.MODELS[name]["family"] if name in families.MODELS else name)
-
-
 EXPORTED = [name for name, model in families.MODELS.items() if model["family"] in families.OF_TRANSFORMERS]
 
 
-@pytest.mark.parametrize(("name", "width"), sampled([*EXPORTED, "gptj"], WIDTHS, seconds=0.5, files=files))
+@pytest.mark.parametrize(("name", "width"), covering([*EXPORTED, "gptj"], WIDTHS))
 def test_an_export_is_refused_where_transformers_refuses_it(name, width) -> None:
     """8 heads of 10 dims are not d_model; 66 is no multiple of 8."""
     import torch

@@ -123,7 +123,7 @@ def test_an_answer_has_no_path_of_the_installation(monkeypatch: pytest.MonkeyPat
     assert template_process.render("", {}) == {"error": "ImportError: a template cannot open or import anything"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(contents=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
 def test_any_text_is_that_of_transformers(render: Any, theirs: Any, contents: list[str]) -> None:
     chat = [{"role": "user", "content": content} for content in contents]
@@ -253,7 +253,7 @@ STEPS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(root=st.sampled_from(ROOTS), steps=st.lists(STEPS, min_size=1, max_size=4), call=st.sampled_from(["", "()"]))
 def test_no_path_of_python_names_leaves_the_sandbox(render: Any, root: str, steps: list[str], call: str) -> None:
     path = root

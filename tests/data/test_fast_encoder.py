@@ -108,7 +108,7 @@ def test_odd_texts_have_the_ids_of_tokenizers(tokenizers, fast, kind, repo):
 DRAWN = st.text() | st.text("aA1 \n\t'sS\u0301\u00e9\u212b.<think>|endoftext", max_size=60)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(DRAWN, max_size=4))
 def test_drawn_texts_have_the_ids_of_tokenizers(tokenizers, fast, texts):
     valid = [text.encode("utf-8", "replace").decode() for text in texts]

@@ -71,7 +71,7 @@ def test_ten_published_templates_against_transformers(encoder: Any, theirs: Any,
     the text of a beginning is not the beginning of the text."""
     changed = []
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(chats())
     def check(chat: list[dict[str, str]]) -> None:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from golden import unpack
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_transformer.data.text_stream import TextStream, token_text
@@ -85,7 +85,6 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("tokenizer", [gpt2, ByteTokenizer])
-@settings(deadline=None)
 @given(text=TEXTS.filter(lambda text: "\ufffd" not in text))
 def test_characters_come_as_soon_as_they_are_whole(tokenizer, text):
     """The reference by Python's incremental decoder: the text after each token that completes a character, and the
@@ -105,7 +104,6 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer, text):
 
 
 @pytest.mark.parametrize("tokenizer", [gpt2, ByteTokenizer])
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_tokens_give_the_text_of_all_of_them(tokenizer, data):
     """Includes invalid UTF-8, special tokens and IDs outside the vocabulary."""
@@ -121,7 +119,6 @@ def test_any_tokens_give_the_text_of_all_of_them(tokenizer, data):
 
 
 @pytest.mark.parametrize("tokenizer", [sentencepiece, wordpiece])
-@settings(deadline=None)
 @given(data=st.data())
 def test_spaces_that_depend_on_the_context(tokenizer, data):
     tokenizer = tokenizer()
@@ -133,7 +130,6 @@ def test_spaces_that_depend_on_the_context(tokenizer, data):
     assert tokenizer.decode(before) + with_context == tokenizer.decode([*before, *tokens])
 
 
-@settings(deadline=None)
 @given(text=TEXTS)
 def test_characters_of_one_token_a_byte(text):
     tokenizer = sentencepiece()
@@ -219,7 +215,6 @@ def test_the_bytes_of_every_token(tokenizer, one_byte):
 
 
 @pytest.mark.parametrize("tokenizer", [gpt2, ByteTokenizer])
-@settings(deadline=None)
 @given(data=st.data())
 def test_stops_of_any_text_in_any_tokens(tokenizer, data):
     tokenizer = tokenizer()
@@ -233,7 +228,6 @@ def test_stops_of_any_text_in_any_tokens(tokenizer, data):
     assert stream.stopped == any(stop in text for stop in stops)
 
 
-@settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 256), max_size=30), stops=st.lists(TEXTS.filter(bool), max_size=3))
 def test_stops_in_broken_text(tokens, stops):
     text = ByteTokenizer().decode(tokens)

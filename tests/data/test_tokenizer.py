@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.gcs_server import GcsServer
 from transformers import PreTrainedTokenizerFast
@@ -50,7 +50,6 @@ def exported(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_transformers_reads_the_bytes(exported, text):
     text = text.encode("utf-8", "replace").decode()

@@ -32,7 +32,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 CELLS = st.text(st.one_of(st.sampled_from("\",\n\r;' \t"), st.characters(codec="utf-8")), max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=st.lists(st.tuples(CELLS, CELLS), max_size=8),
     # the writer does not quote a carriage return where rows end without one
@@ -179,7 +179,7 @@ def measured(path: Path) -> tuple[int, int, int]:
     return tuple(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("megabytes", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [40, pytest.param(300, marks=pytest.mark.nightly)])
 def test_memory_of_one_document(tmp_path: Path, megabytes: int) -> None:
     path, block = tmp_path / "a.txt", b"words and words\n" * (1 << 16)
     with open(path, "wb") as file:

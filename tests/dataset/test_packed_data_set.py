@@ -147,7 +147,6 @@ def test_an_interrupted_job_goes_on(corpus, whole, tmp_path):
     assert hashes(tmp_path / "set") == hashes(whole)
 
 
-@pytest.mark.slow
 def test_two_ray_workers_give_the_same_packed_bytes(corpus, whole, tmp_path):
     pytest.importorskip("ray")
     sizes = ["--seq", str(SEQ), "--part-mb", "0.01", "--shard-tokens", "20000"]
@@ -199,7 +198,7 @@ DOCUMENTS = st.lists(st.tuples(st.integers(2, 30), st.booleans()), min_size=1, m
 
 # a shard of 33 tokens or less would have no piece
 @with_example(fragments=[[(49, True), (33, True), (18, True)]], duplicates=False, length=33, most=33)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     fragments=st.lists(DOCUMENTS, min_size=1, max_size=4),
     duplicates=st.booleans(),

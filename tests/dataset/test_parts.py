@@ -44,7 +44,7 @@ def oracle(content: bytes) -> list[str | None | int]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lines=st.lists(st.tuples(LINES, st.sampled_from(["\n", "\r\n"])), max_size=8),
     last=LINES,
@@ -70,7 +70,7 @@ def test_ranges_of_lines_give_the_documents_of_whole_lines(
     assert [one.place if isinstance(one, Bad) else one for one in got] == places
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     texts=st.lists(st.none() | st.text(max_size=30), min_size=1, max_size=20),
     rows=st.integers(1, 6),

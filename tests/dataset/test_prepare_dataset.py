@@ -285,7 +285,6 @@ def test_training_reads_the_data_set(whole, tmp_path):
     run("device_train.py", "--config", "config.json", cwd=tmp_path)
 
 
-@pytest.mark.slow
 def test_two_ray_workers_give_the_same_bytes(corpus, whole, tmp_path):
     pytest.importorskip("ray")
     sizes = ["--seq", str(SEQ), "--part-mb", "0.01", "--shard-tokens", "20000"]

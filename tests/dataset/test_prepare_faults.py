@@ -17,7 +17,6 @@ from mesh_transformer.dataset.tasks import OnRay
 from mesh_transformer.dataset.worker import Task
 from mesh_transformer.errors import RunError, UserError
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
 # the machine of a test may have other work
 WAIT_S = 600
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -24,7 +24,6 @@ from mesh_transformer.estimate.rates import FITTED, LIKE
 from mesh_transformer.estimate.search import search
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, StepSizes
 from mesh_transformer.estimate.target import tpu_target
-from mesh_transformer.estimate.tpus import has_libtpu
 from mesh_transformer.models.model import KEPT, Model
 from mesh_transformer.spec.flops import flops_per_token
 
@@ -197,9 +196,9 @@ FOUND = {
 }
 
 
-@pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed: nothing was compiled for a TPU")
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FOUND)
 def test_the_program_that_a_search_finds(repo, name):
     """The form that ranks programs against the compiled program that it ranks first."""

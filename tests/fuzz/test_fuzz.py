@@ -29,8 +29,7 @@ def test_a_few_inputs(name: str, tmp_path: Path) -> None:
     assert len(report.kinds) > 1
 
 
-@pytest.mark.matrix
-@pytest.mark.unsampled
+@pytest.mark.nightly
 def test_ten_thousand_configs(tmp_path: Path) -> None:
     report = harness.run_here("configs", configs.fuzzer, tmp_path, 0, 10_000)
     assert not report.bad, report.faults()

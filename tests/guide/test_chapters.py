@@ -5,20 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from support.covering import sampled
+from support.covering import covering
 from support.guide import guide
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
 CHAPTERS = [path.stem for path in sorted(GUIDE.glob("[0-9][0-9]_*.md"))]
 
 pytestmark = pytest.mark.guide
-
-
-def files_of(chapter: str) -> list[str]:
-    """What changes the result of a chapter, beside the package."""
-    number = chapter[:2]
-    names = [f"{chapter}.md", *(f"{folder}/ex{number}.py" for folder in ("answers", "checks", "exercises"))]
-    return [f"../docs/guide/{name}" for name in names if (GUIDE / name).exists()]
 
 
 def functions(folder: str, chapter: str) -> list[str]:
@@ -28,17 +21,13 @@ def functions(folder: str, chapter: str) -> list[str]:
     return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chapter", sampled(CHAPTERS, seconds=45, files=files_of))
+@pytest.mark.parametrize("chapter", covering(CHAPTERS))
 def test_the_cells_run_and_their_claims_hold(repo: Path, chapter: str) -> None:
     done = guide(repo, "run", chapter[:2])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chapter", sampled([one for one in CHAPTERS if functions("checks", one)], seconds=25, files=files_of)
-)
+@pytest.mark.parametrize("chapter", covering([one for one in CHAPTERS if functions("checks", one)]))
 def test_our_answers_pass_and_the_exercises_are_unanswered(repo: Path, chapter: str) -> None:
     number = chapter[:2]
     names = [name.removeprefix("check_") for name in functions("checks", chapter) if name.startswith("check_")]

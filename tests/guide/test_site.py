@@ -11,7 +11,6 @@ from urllib.parse import unquote
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("sphinx_book_theme") is None,
         reason="the packages of the site are not installed: pip install -e '.[docs]'",

@@ -18,11 +18,7 @@ from mesh_transformer.estimate.target import tpu_target
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend import storage
 
-pytest.importorskip(
-    "libtpu",
-    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
-)
-pytestmark = pytest.mark.tpu
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("libtpu")]
 # two heads for each of eight devices, as GPT-J-6B has
 WIDE = copy.deepcopy(TINY)
 WIDE["model"] |= {"layers": 2, "d_model": 1024, "n_heads": 16, "d_head": 128, "seq": 512}

@@ -15,7 +15,7 @@ from support import families
 from support import sampling_reference as reference
 from support.array_source import ArraySource
 from support.builders import TINY, program
-from support.covering import sampled
+from support.covering import covering
 from support.engines import CASES, GREEDY, SAMPLED, Completion, complete, engine_of, prompt_of
 
 from mesh_transformer.checkpoint.load import load_by_layer
@@ -130,17 +130,12 @@ def scores(family: str) -> None:
         np.testing.assert_allclose(found[number], logprobs[at, continuation].sum(), rtol=1e-5)
 
 
-def files(family: str, behaviour: str) -> list[str]:
-    scored = ["infer/scoring", "ops/attend/packed.py"]
-    generated = ["infer/engine.py", "infer/programs.py", "infer/sampling.py", "ops/attend/cached.py"]
-    return [*(scored if behaviour == "scores" else generated), *families.files_of(families.MODELS[family]["family"])]
-
-
+DAILY = ["gpt2", "gemma2", "bloom", "deepseek_v3", "mistral", "qwen3_moe", "gpt_neo", "jaxformer"]
 BEHAVIOURS: dict[str, Callable[[str], None]] = {
     one.__name__: one for one in (requests, chunks, prefix, packed_for_cpu, mesh, context_mesh, scores)
 }
 
 
-@pytest.mark.parametrize(("family", "behaviour"), sampled(families.MODELS, BEHAVIOURS, seconds=14, files=files))
+@pytest.mark.parametrize(("family", "behaviour"), covering(families.MODELS, BEHAVIOURS, daily=(DAILY, BEHAVIOURS)))
 def test_the_engine_with_each_family(family: str, behaviour: str) -> None:
     BEHAVIOURS[behaviour](family)

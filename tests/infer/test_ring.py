@@ -12,7 +12,7 @@ from support import sampling_reference as reference
 from support.array_source import ArraySource
 from support.builders import TINY, program
 from support.commands import REPO
-from support.covering import sampled
+from support.covering import covering
 from support.engines import Completion, complete, engine_of, prompt_of
 
 from mesh_transformer.checkpoint.load import load_by_layer
@@ -28,7 +28,6 @@ from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 # windows in all layers, from a layer on, in the second, and in the first and third
 WINDOWS = {name: families.MODELS[name]["window"] for name in ("mistral", "qwen2", "gpt_neo", "gemma2")}
 # rings in all layers, and in some of them
-FILES = ("ops/attend/cached.py", "infer/programs.py")
 KINDS = ["mistral", "gemma2"]
 SEQ, CHUNK = 64, 8
 # float32 sums of the same numbers in another order
@@ -80,8 +79,7 @@ def mesh(family: str) -> SlotEngine:
 WAYS = {one.__name__: one for one in (stacked, packed_for_cpu, mesh)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "way"), sampled(WINDOWS, WAYS, seconds=25, files=FILES))
+@pytest.mark.parametrize(("family", "way"), covering(WINDOWS, WAYS, daily=(["qwen2", "gpt_neo", "gemma2"], WAYS)))
 def test_generation_that_fills_the_ring_several_times(family: str, way: str) -> None:
     """A short prompt with a long completion, beside a long prompt in chunks with a short one."""
     run, params, engine = tiny(family), weights(family), WAYS[way](family)
@@ -143,7 +141,7 @@ def continued(engine: SlotEngine, slot: int, prompt: list[int], reused: int) -> 
     return made
 
 
-@pytest.mark.parametrize(("family", "copied"), sampled(KINDS, [False, True], seconds=4, files=FILES))
+@pytest.mark.parametrize(("family", "copied"), covering(KINDS, [False, True]))
 def test_a_prefix_is_reused_after_the_ring_is_full_if_its_window_is_left(family: str, copied: bool) -> None:
     engine, window, slot = ring_engine(family), WINDOWS[family], int(copied)
     prompt, sampling = prompt_of(1, 30), SamplingParams(max_tokens=11, temperature=0)

@@ -120,4 +120,4 @@ def _is_prefill(call: tuple) -> bool:
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=30)

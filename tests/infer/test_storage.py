@@ -10,7 +10,7 @@ import pytest
 from support import families
 from support import sampling_reference as reference
 from support.builders import TINY, program
-from support.covering import sampled
+from support.covering import covering
 from support.engines import complete, engine_of, prompt_of
 
 from mesh_transformer.infer.requests import SamplingParams
@@ -25,7 +25,6 @@ MODELS = {
     "deepseek_v2": families.MODELS["deepseek_v2"],
 }
 MESHES = {"one": (1, "mesh.tp=1"), "four": (4, "mesh.tp=2", "mesh.fsdp=2")}
-FILES = ("ops/attend/storage.py", "ops/attend/late.py", "ops/attend/cached.py", "infer/programs.py")
 # float32 sums of the same numbers in another order
 TOLERANCE = 2e-5
 
@@ -37,7 +36,7 @@ def tiny(family: str, mesh: str) -> tuple[Any, Any]:
     return run, run.init(jax.random.key(3)).params
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(MODELS, MESHES, seconds=10, files=FILES))
+@pytest.mark.parametrize(("family", "mesh"), covering(MODELS, MESHES))
 def test_tokens_equal_those_of_a_model_without_a_cache(family: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both slots first, then one of them alone: two and eight rows stand for a sequence. The second prompt takes three
     chunks."""

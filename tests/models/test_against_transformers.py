@@ -9,7 +9,7 @@ import pytest
 from support import hf_folders as hf
 from support import hf_models
 from support.builders import program
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
 from mesh_transformer.checkpoint.hf.writer import write_hf
@@ -28,15 +28,9 @@ LLAMA_3_1 = hf_models.rope(
 )
 
 
-def files(name: str, mesh: str) -> list[str]:
-    layers = [*(f"models/{name}.py" for name in ("decoder", "attention", "modules")), "ops/positions.py"]
-    experts = ["models/feed_forward.py", "ops/experts"] if name in hf_models.EXPERTS else []
-    return [*layers, "ops/attend/cached.py", "checkpoint/hf/source.py", *hf_models.files_of(name), *experts]
-
-
 RUNS = [
-    *sampled(hf_models.VARIANTS, MESHES, seconds=9, files=files),
-    *sampled(hf_models.EXPERTS, WITH_EXPERTS, seconds=15, files=files),
+    *covering(hf_models.VARIANTS, MESHES),
+    *covering(hf_models.EXPERTS, WITH_EXPERTS, daily=(["mixtral", "qwen2_moe", "deepseek_v3"], WITH_EXPERTS)),
 ]
 
 
@@ -52,7 +46,6 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), RUNS)
 def test_logits_and_greedy_tokens_are_theirs(theirs, name, mesh) -> None:
     expected = theirs(name)

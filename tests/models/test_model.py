@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import families
 from support.builders import TINY, program
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.hlo import collectives
@@ -163,9 +163,7 @@ def test_a_parameter_without_names_is_an_error_that_gives_its_path():
         collect_axes(lambda: hk.Linear(3, with_bias=False, w_init=init)(jnp.zeros((1, 2))))
 
 
-@pytest.mark.parametrize(
-    ("norm", "pe"), sampled(NORMS, ENCODINGS, seconds=4, files=("models/modules.py", "families/gptj.py"))
-)
+@pytest.mark.parametrize(("norm", "pe"), covering(NORMS, ENCODINGS))
 def test_every_switch_gives_a_model_of_unit_scale(norm, pe):
     """A fresh model is near uniform, and its norms have the parameters that their names promise."""
     run = program(TINY, f"model.norm={norm}", f"model.pe={pe}", "model.layers=1")

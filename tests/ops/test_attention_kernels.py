@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.builders import TINY
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.config import ComputeConfig, MeshConfig, parse_config
 from mesh_transformer.config.mesh import mesh_shape, training_rules
@@ -41,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "segments": {"segments": True},
     "two_windows": {"window": np.int32(100), "windows": (30, 100, None)},
 }
-FILES = ("ops/attend/splash.py", "ops/attend/kernel.py", "ops/attend/kernels.py")
 
 
 def test_the_config_names_the_kernels() -> None:
@@ -225,7 +224,7 @@ def partition_of(mode: str = "zigzag", **axes: int) -> Partition:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("width", "heads", "options", "dtype"),
-    sampled((64, 128, 256), HEADS, OPTIONS, ("float32", "bfloat16"), seconds=3, files=FILES),
+    covering((64, 128, 256), HEADS, OPTIONS, ("float32", "bfloat16")),
 )
 def test_splash_is_attention(width: int, heads: str, options: str, dtype: str) -> None:
     arrays = inputs(1, T, *HEADS[heads], width, width, dtype)
@@ -245,9 +244,7 @@ MESHES: dict[str, tuple[dict[str, int], str, bool]] = {
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    "mesh", sampled(MESHES, seconds=7, files=(*FILES, "ops/attend/ring.py", "ops/attend/ring_blocks.py"))
-)
+@pytest.mark.parametrize("mesh", covering(MESHES))
 def test_splash_on_a_mesh_is_attention(mesh: str) -> None:
     axes, mode, with_segments = MESHES[mesh]
     length = BLOCK * (4 if mesh == "zigzag" else 2)

@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from support.covering import sampled
-from support.families import files_of
+from support.covering import covering
 from support.parity import SMALL, assert_equals_one_device
 
 MESHES = {
@@ -20,6 +19,15 @@ MESHES = {
     "dp2_ep2_zero1": ["mesh.dp=2", "mesh.ep=2", "mesh.zero1=true"],
     "interleaved_pp2_ep2": ["mesh.pp=2", "mesh.ep=2", "mesh.schedule=interleaved"],
 }
+DAILY = [
+    "dp2_ep2_gather",
+    "dp2_ep4",
+    "fsdp2_ep2_tp2",
+    "pp2_ep2_tp2",
+    "cp2_ep2_tp2",
+    "dp2_ep2_zero1",
+    "interleaved_pp2_ep2",
+]
 FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "jaxformer"]
 CHANGES: dict[str, dict[str, Any]] = {
     # the gradient of a clipped value jumps where clipping begins, so that a rounding error is visible
@@ -38,13 +46,7 @@ IN_STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def files(family: str, mesh: str) -> list[str]:
-    stages = ["train/pipeline.py", "train/pipeline_forward.py", "parallel/pipeline.py"] if "pp" in mesh else []
-    return ["ops/experts", "train/experts.py", "models/feed_forward.py", *files_of(family), *stages]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=30, files=files))
+@pytest.mark.parametrize(("family", "mesh"), covering(FAMILIES, MESHES, daily=(FAMILIES, DAILY)))
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     overrides, in_stages = MESHES[mesh], mesh.startswith(("pp", "interleaved"))
     model = {**SMALL[family], **CHANGES.get(family, {}), "layers": 4, "n_experts": 8}

@@ -3,7 +3,7 @@ with overlapped communication (mesh.overlap_tp) and with a gather and a scatter.
 
 import pytest
 from support.builders import TINY, program
-from support.covering import sampled
+from support.covering import covering
 from support.parity import SMALL, assert_equals_one_device
 from support.replicas import OWN, REPLICAS, sequences_over_tp
 
@@ -23,18 +23,21 @@ MESHES = {
 FAMILIES = ["gptj", "gpt_neox", "qwen2", "qwen3", "gemma2", "deepseek_v3"]
 # one dense layer, and a layer with experts for each stage
 MODELS = {**SMALL, "deepseek_v3": {**SMALL["deepseek_v3"], "layers": 3}}
-FILES = ("ops/collective_matmul.py", "ops/tensor_parallel.py")
 REMAT = ["full", "save_attn", "save_matmuls"]
+DAILY = ["fsdp2_tp4", "pp2_fsdp2_tp2", "dp2_cp2_tp2_zero1"]
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=20, files=FILES))
+@pytest.mark.parametrize(
+    ("family", "mesh"), covering(FAMILIES, MESHES, daily=(["qwen2", "gemma2", "deepseek_v3"], DAILY))
+)
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     # a pipeline always recomputes
     _compare(family, mesh, "full" if mesh.startswith("pp") else "none")
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat"), sampled([name for name in MESHES if name != "pp2_fsdp2_tp2"], REMAT, seconds=20, files=FILES)
+    ("mesh", "remat"),
+    covering([name for name in MESHES if name != "pp2_fsdp2_tp2"], REMAT, daily=(["cp2_tp4"], ["save_matmuls"])),
 )
 def test_recomputation_equals_one_device(mesh: str, remat: str) -> None:
     _compare("gptj", mesh, remat)
@@ -45,7 +48,9 @@ def _compare(family: str, mesh: str, remat: str) -> None:
     assert run.partition.overlap_tp
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=20, files=FILES))
+@pytest.mark.parametrize(
+    ("family", "mesh"), covering(FAMILIES, MESHES, daily=(["gpt_neox", "deepseek_v3"], ["dp2_tp4", "pp2_fsdp2_tp2"]))
+)
 def test_training_with_one_gather_and_one_scatter_equals_one_device(family: str, mesh: str) -> None:
     axes = [*MESHES[mesh], "mesh.shard_activations=true", "mesh.overlap_tp=false"]
     assert not assert_equals_one_device(MODELS[family], *axes).partition.overlap_tp

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import permuted
 from support.commands import free_port
-from support.covering import sampled
+from support.covering import covering
 from support.together import outputs_of
 from support.xla import cpu_flags
 
@@ -31,9 +31,8 @@ def in_one_process(tmp_path_factory):
             os.chdir(before)
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("count", sampled(ORDERS, seconds=60, files=("parallel/mesh.py", "parallel/sharding.py")))
+@pytest.mark.parametrize("count", covering(ORDERS, daily=([2],)))
 def test_as_in_one_process(tmp_path, in_one_process, count):
     permuted.write(tmp_path)
     together = _in_processes(tmp_path, count)

@@ -1,7 +1,7 @@
 """Training with layers that are split into stages (mesh.pp), against the same run on one device."""
 
 import pytest
-from support.covering import sampled
+from support.covering import covering
 from support.parity import SMALL, assert_equals_one_device
 
 MESHES = {
@@ -22,14 +22,16 @@ MESHES = {
     ],
 }
 DEVICES = {"pp4": 4, "interleaved_pp2_tp2": 4, "interleaved_pp2_fsdp2_per_step": 4}
-# qwen2: grouped heads, windows in some layers, a table that embedding and head share
-FILES = ("train/pipeline.py", "train/pipeline_forward.py", "train/schedule.py", "parallel/pipeline.py")
 # six layers, three a stage: the layers differ in numbers, without a period that a stage has
 NUMBERS = {"gemma3": {"full_every": 4}, "smollm3": {"no_rotary_every": 4}}
+DAILY = ["pp4", "pp2_fsdp2_tp2", "pp2_cp2_fsdp2_ulysses", "pp2_cp2_tp2_overlap", "interleaved_pp2_fsdp2_per_step"]
 FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2"]
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=30, files=FILES))
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    covering(FAMILIES, MESHES, daily=(["gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2"], DAILY)),
+)
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     model = {**SMALL[family], "layers": 4}
     assert_equals_one_device(model, *MESHES[mesh], devices=DEVICES.get(mesh, 8), remat="full", microbatches=6)
@@ -37,7 +39,7 @@ def test_training_equals_one_device(family: str, mesh: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    sampled(NUMBERS, ("pp2_fsdp2_tp2", "pp2_cp2_tp2"), seconds=40, files=(*FILES, "models/numbers.py")),
+    covering(NUMBERS, ("pp2_fsdp2_tp2", "pp2_cp2_tp2"), daily=(["gemma3"], ["pp2_cp2_tp2"])),
 )
 def test_stages_with_an_odd_number_of_layers_that_differ(family: str, mesh: str) -> None:
     model = {**SMALL[family], "layers": 6, **NUMBERS[family]}

@@ -2,7 +2,7 @@
 
 import pytest
 from support.builders import TINY, program
-from support.covering import sampled
+from support.covering import covering
 from support.parity import SMALL, assert_equals_one_device
 
 from mesh_transformer.estimate.hlo import collectives
@@ -20,11 +20,10 @@ MESHES = {
 }
 # qwen2: grouped heads, a table that embedding and head share
 FAMILIES = ["gptj", "gptj_t5", "qwen2"]
+DAILY = ["dp4_tp2_overlap", "dp2_fsdp2_cp2_early", "dp2_pp2_cp2_interleaved"]
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh"), sampled(FAMILIES, MESHES, seconds=20, files=("train/replicas.py", "parallel/replicas.py"))
-)
+@pytest.mark.parametrize(("family", "mesh"), covering(FAMILIES, MESHES, daily=(FAMILIES, DAILY)))
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     """The noise scale too: the part of a microbatch that a replica has is a microbatch of one device."""
     stages = "pp2" in mesh

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,7 @@ from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
-pytest.importorskip(
-    "libtpu",
-    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
-)
-pytestmark = pytest.mark.tpu
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("libtpu")]
 SLICE = "v3-8"
 REPO = Path(__file__).resolve().parents[2]
 CONFIG = REPO / "configs" / "6B_finetune_v3-8.json"
@@ -47,15 +42,6 @@ GROUPED["model"] |= {"n_vocab": 512, "seq": 128}
 WIDEST = 256 * 4 * 256
 # a slice of each generation, and the mesh of its training step
 MESHES = {"v3-8": ("mesh.tp=8",), "v4-8": ("mesh.fsdp=4",), "v5e-8": ("mesh.fsdp=4", "mesh.tp=2")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_cache() -> Iterator[None]:
-    """JAX writes programs for an absent slice to its cache, but cannot read them back."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def _program(config: Config, slice_name: str) -> TrainProgram:
@@ -206,7 +192,7 @@ def test_a_serving_program_sums_one_activation_a_layer_and_donates_its_cache(nam
     assert peak_bytes(compiled) < 2**24
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_6b_fine_tuning_step_fits_a_v3_core():
     config = load_config(str(CONFIG))
     assert config.mesh.tp == 8
@@ -223,7 +209,7 @@ def test_the_compiler_refuses_two_layers_more():
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("v4-32", "v5e-16")), "v6e-16"]
+    "name", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("v4-32", "v5e-16")), "v6e-16"]
 )
 def test_a_step_compiles_for_several_hosts(name):
     """On the mesh of configs/1.3B.json, for which JAX's own `make_mesh` finds no order of a v6e-16."""

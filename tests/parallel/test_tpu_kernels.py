@@ -18,11 +18,7 @@ from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.train.own import jit
 from mesh_transformer.train.step import TrainProgram, compile_step
 
-pytest.importorskip(
-    "libtpu",
-    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
-)
-pytestmark = pytest.mark.tpu
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("libtpu")]
 KERNEL = re.compile(r"%splash_mha_(fwd|dq|dkv)\w*(?:\.\d+)? = .*custom-call\(")
 SMALL = ("model.d_model=256", "model.n_heads=4", "model.seq=256", "mesh.fsdp=2", "mesh.tp=2")
 LENGTH = 1024
@@ -35,15 +31,6 @@ CASES: dict[str, tuple[str, int, int, int, int, str, dict[str, Any]]] = {
     "v5p": ("v5p-8", 8, 2, 128, 128, "bfloat16", {"window": 300}),
     "v6e_segments": ("v6e-4", 8, 2, 64, 64, "bfloat16", {"segments": True}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_cache() -> Any:
-    """JAX writes programs for an absent slice to its cache, but cannot read them back."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def kernels(text: str) -> dict[str, int]:

@@ -22,7 +22,7 @@ from support.faults import EVERY, FAULTS, SLICE_PREEMPTED, Recovery, kill_driver
 from support.hosts import PodOfHosts
 from support.pod_driver import PodDrivers, pod_drivers
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.faults, pytest.mark.multiprocess]
 STEPS = 4 * EVERY
 DETECTION_S = 30
 END_S = 240

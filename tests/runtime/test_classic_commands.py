@@ -12,8 +12,6 @@ from support.classic_folders import TINY, RandomSource, model_config, stored, va
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.writer import write_native
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import pytest
 from support.commands import run, write_run
 
-pytestmark = pytest.mark.slow
-
 
 class Cached(NamedTuple):
     """The folder of a run after its first start with default settings, and the output of this start."""

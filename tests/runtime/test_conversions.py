@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import commands
 from support.classic_folders import RandomSource, model_config, values
-from support.covering import sampled
+from support.covering import covering
 from support.gcs_server import CUT, HALF, GcsServer
 
 from mesh_transformer.checkpoint.classic.writer import write_classic
@@ -78,7 +78,6 @@ COMMANDS = {
         with_bias_in_table,
     ),
 }
-FILES = ("runtime/convert.py", "checkpoint/native/writer.py", "checkpoint/hf/writer.py", "checkpoint/classic/writer.py")
 SLIM = Command("slim_model.py --config config.json", "run_slim/step_7", in_bfloat16)
 
 
@@ -167,7 +166,7 @@ def assert_written(workspace: Workspace, command: Command, arrays: Arrays, copy:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], seconds=9, files=FILES))
+@pytest.mark.parametrize("name", covering(["slim", *COMMANDS]))
 def test_a_command_is_interrupted_killed_and_repeated(
     workspace: Workspace, sources: tuple[Path, Arrays], interruptible: None, name: str
 ) -> None:
@@ -190,7 +189,7 @@ def test_a_command_is_interrupted_killed_and_repeated(
     assert_written(workspace, command, sources[1], workspace.folder)
 
 
-@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], seconds=4, files=FILES))
+@pytest.mark.parametrize("name", covering(["slim", *COMMANDS]))
 def test_a_command_writes_to_a_bucket_with_faults(
     workspace: Workspace, sources: tuple[Path, Arrays], name: str
 ) -> None:

@@ -15,8 +15,6 @@ from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import open_source
 
-pytestmark = pytest.mark.slow
-
 # some megabytes, so that the commands log their progress
 SIZES = {
     **hf.ODD,

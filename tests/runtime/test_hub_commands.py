@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import runpy
 import shutil
@@ -23,8 +24,6 @@ from mesh_transformer.cluster.base import Job
 from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
-
-pytestmark = pytest.mark.slow
 
 Run = Callable[..., str]
 SPECIAL = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
@@ -361,7 +360,7 @@ def test_slim_needs_a_folder(run: Run) -> None:
 
 
 def test_processes_of_one_host_share_a_download(hub_server: HubServer, tmp_path: Path, repo: Path) -> None:
-    files = {"config.json": b"{}", "model.safetensors": os.urandom(1 << 20)}
+    files = {"config.json": b"{}", "model.safetensors": random.Random(0).randbytes(1 << 20)}
     hub_server.commit("org/model", files)
     code = "from mesh_transformer import hub; print(hub.model_folder('hf://org/model'))"
     environment = {**os.environ, **hub_server.environment(tmp_path / "home"), "PYTHONPATH": str(repo)}

@@ -15,8 +15,6 @@ from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.config import load_config
 from mesh_transformer.data.records import write_records
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
     config = write_run(tmp_path)

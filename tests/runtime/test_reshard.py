@@ -16,8 +16,6 @@ from mesh_transformer.checkpoint.open import Format
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import reshard
 
-pytestmark = pytest.mark.slow
-
 SIZES = {**TINY, "n_vocab": 260, "cores_per_replica": 2}
 BYTES = "data.tokenizer=bytes"
 

@@ -130,7 +130,7 @@ def _check(block: Block, log: Path, port: str) -> None:
 
 def _environment(logs: Path) -> dict[str, str]:
     """The reader's environment: without what tests/conftest.py sets for the tests, but with their compile cache."""
-    tests_own = ("XLA_FLAGS", "JAX_NUMPY", "JAX_PERSISTENT", "PYTEST", "FAMILY_SEED", "VIRTUAL_ENV")
+    tests_own = ("XLA_FLAGS", "JAX_NUMPY", "JAX_PERSISTENT", "PYTEST", "TESTS_SEED", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(tests_own)}
     home = {"HOME": str(logs), "XDG_CACHE_HOME": str(logs / "cache")}
     return kept | home | {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}

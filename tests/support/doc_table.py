@@ -11,7 +11,7 @@ DOCKER = "needs a Docker daemon; scripts/image_check.sh runs the image's steps w
 HUB = "downloads from the Hugging Face hub"
 PACKAGES = "installs packages"
 WEIGHTS = "needs the weights of a model that are not in the repository: GPT-J-6B, or Pythia of the section's first part"
-LIBTPU = "needs libtpu, which has an environment of its own; tests marked tpu run there"
+LIBTPU = "compiles for TPUs for minutes, where tests marked tpu take small models"
 HOURS = "takes over ten minutes"
 BENCHMARK = "measures an idle machine for minutes, some beside packages that the tests do not install"
 TESTS = "runs the tests themselves"
@@ -41,11 +41,11 @@ NOT_RUN: dict[Entry, str] = {
     ("*", "bash scripts/test.sh"): TESTS,
     ("README.md", "mesh-transformer sample --ckpt hf://"): HUB,
     ("README.md", "mesh-transformer evaluate --ckpt hf://"): HUB,
-    ("CONTRIBUTING.md", "bash .ci/run"): TESTS,
-    ("CONTRIBUTING.md", ".venv-tpu/bin/python -m pytest"): LIBTPU,
+    ("CONTRIBUTING.md", "bash .ci/"): TESTS,
     ("CONTRIBUTING.md", "python scripts/mutants.py"): TESTS,
     ("CONTRIBUTING.md", "python scripts/guide.py"): "tests/guide runs it",
     ("CONTRIBUTING.md", "python scripts/release.py"): "needs a git repository; tests/test_release.py runs it in one",
+    ("docs/benchmarks.md", "bash scripts/venv.sh"): PACKAGES,
     ("docs/benchmarks.md", "python benchmarks/"): BENCHMARK,
     ("docs/benchmarks.md", "python preflight.py"): LIBTPU,
     ("docs/benchmarks.md", "python device_serve.py --config configs/6B_roto_256.json"): WEIGHTS,

@@ -146,10 +146,3 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # the families that transformers has too
 OF_TRANSFORMERS = [name for name, family in FAMILIES.items() if family.HF_MODEL_TYPE is not None]
-
-
-def files_of(family: str) -> list[str]:
-    """The files of mesh_transformer/ that describe a family: its own file, and the files of the families that it
-    extends."""
-    modules = [one.__module__ for one in FAMILIES[family].__mro__ if one.__module__.startswith("mesh_transformer.fam")]
-    return sorted({f"{module.removeprefix('mesh_transformer.').replace('.', '/')}.py" for module in modules})

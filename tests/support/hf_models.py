@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.families import FAMILIES
-from support import families
-
 # tests/conftest.py draws it anew in each run and prints it; the same number gives the same weights and prompts
-SEED = int(os.environ["FAMILY_SEED"])
+SEED = int(os.environ["TESTS_SEED"])
 VOCAB, SEQ, PROMPT, NEW = 307, 160, 61, 8
 # the distance from the likeliest token to the next one, in a greedy completion: above any difference of two programs
 LEAST_MARGIN = 2e-3
@@ -302,12 +299,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
-def files_of(name: str) -> list[str]:
-    """The files of mesh_transformer/ that describe the family of a variant."""
-    family = next(one for one in FAMILIES if one.replace("_", "") == VARIANTS[name][0].lower())
-    return families.files_of(family)
 
 
 # the variants with routed experts

@@ -1,6 +1,7 @@
-"""The flags that tests give XLA."""
+"""The flags that tests give XLA. With TESTS_XLA_FLAGS=default, programs are optimized as a user's."""
 
 import importlib.metadata
+import os
 import platform
 
 DEVICES = "--xla_force_host_platform_device_count"
@@ -17,6 +18,8 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11
 # differently, so the fused instruction is left out.
 if platform.machine() in ("x86_64", "AMD64"):
     _QUICK_COMPILE["--xla_cpu_max_isa"] = "AVX"
+if os.environ.get("TESTS_XLA_FLAGS") == "default":
+    _QUICK_COMPILE.clear()
 
 
 def cpu_flags(devices: int, given: str = "") -> str:

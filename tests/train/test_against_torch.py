@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import hf_models
 from support.builders import program
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.load import load
@@ -89,12 +89,7 @@ def _torch_losses(folder: str, tokens: np.ndarray) -> list[float]:
     return losses
 
 
-def files(name: str, mesh: str) -> list[str]:
-    return ["train/step.py", "train/optimizer.py", "optimizers/adam.py", "models/head.py", *hf_models.files_of(name)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), sampled(MODELS, MESHES, seconds=15, files=files))
+@pytest.mark.parametrize(("name", "mesh"), covering(MODELS, MESHES, daily=(MODELS[:6], MESHES)))
 def test_losses_of_fine_tuning_are_theirs(theirs: Any, tokens: np.ndarray, name: str, mesh: str) -> None:
     folder, expected = theirs(name)
     source, (devices, axes) = HFSource(folder), MESHES[mesh]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.builders import TINY, float32_model, program
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.config import parse_config
 from mesh_transformer.models.modules import Dropout, noise
@@ -25,7 +25,6 @@ MESHES = {
     "cp2_fsdp2_tp2": ["mesh.cp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.shard_activations=true"],
     "dp2_fsdp4_per_step": ["mesh.dp=2", "mesh.fsdp=4", "mesh.sum_gradients=per_step"],
 }
-FILES = ("models/modules.py", "models/decoder.py", "models/numbers.py", "train/step.py", "train/pipeline.py")
 METRICS = ("train/loss", "train/last_loss", "train/grad_norm", "train/param_norm")
 
 
@@ -53,7 +52,7 @@ def metrics_of_one_device() -> np.ndarray:
     return trained(run, run.init(jax.random.key(1)), TOKENS)[1]
 
 
-@pytest.mark.parametrize("mesh", sampled(MESHES, seconds=25, files=FILES))
+@pytest.mark.parametrize("mesh", covering(MESHES, daily=(["pp2_fsdp2_tp2", "cp2_fsdp2_tp2"],)))
 def test_a_mesh_has_the_zeros_of_one_device(mesh: str) -> None:
     run = with_dropout(*MESHES[mesh], devices=8, remat="full" if "pp" in mesh else "none")
     _, metrics = trained(run, run.init(jax.random.key(1)), TOKENS)
@@ -91,6 +90,7 @@ def test_zeros_differ_by_step_microbatch_sequence_position_layer_and_place() -> 
     assert abs(masks.mean() - RATE) < 5 * np.sqrt(RATE * (1 - RATE) / masks.size)
 
 
+@pytest.mark.nightly
 def test_the_mean_over_seeds_is_the_output_without_dropout() -> None:
     """Of a layer with one branch, whose output is linear in what the branch adds."""
     model = float32_model(parse_config(RAW).model)

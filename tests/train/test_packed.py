@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from support.builders import float32_model
-from support.covering import sampled
+from support.covering import covering
 from support.packed import LENGTH, MICROBATCHES, ROWS, alone, packed, targets_of_documents, token_losses
 from support.parity import SMALL, small_program
 
@@ -35,7 +35,7 @@ MESHES = {
     "dp2_pp2_per_step": ["mesh.dp=2", "mesh.pp=2", "mesh.sum_gradients=per_step"],
     "pp2_cp2_tp2_zigzag": ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.context_mode=zigzag"],
 }
-FILES = ("train/batch.py", "train/token_metrics.py")
+DAILY = ["cp2_ring", "cp4_zigzag", "cp2_ulysses", "dp4_per_step", "pp2_cp2_tp2_zigzag"]
 # layers before the run of layers that the stages of a pipeline share out
 LEADING = {"deepseek_v3": 1}
 SOURCES = 3
@@ -66,8 +66,10 @@ def _alone(model: str, layers: int) -> tuple[Any, np.ndarray, Any]:
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    sampled(
-        ["gptj", "gptj_learned", "gpt2", "gemma2", "bloom", "mixtral", "deepseek_v3"], MESHES, seconds=12, files=FILES
+    covering(
+        ["gptj", "gptj_learned", "gpt2", "gemma2", "bloom", "mixtral", "deepseek_v3"],
+        MESHES,
+        daily=(["gptj_learned", "gemma2", "bloom", "deepseek_v3"], DAILY),
     ),
 )
 def test_a_document_has_the_loss_that_it_has_alone(model: str, mesh: str) -> None:
@@ -79,7 +81,7 @@ def test_a_document_has_the_loss_that_it_has_alone(model: str, mesh: str) -> Non
         np.testing.assert_allclose(found[real[number]], expected[number][real[number]], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize(("model", "mesh"), sampled(["gptj", "gemma2"], MESHES, seconds=20, files=FILES))
+@pytest.mark.parametrize(("model", "mesh"), covering(["gptj", "gemma2"], MESHES, daily=(["gemma2", "gptj"], DAILY[1:])))
 def test_a_step_has_the_mean_over_all_learned_targets(model: str, mesh: str) -> None:
     """Not the mean of the microbatches' means. Gradient, last loss and sums of the sources too."""
     run = _program(model, mesh)
@@ -205,7 +207,7 @@ def test_padding_has_no_part_in_the_statistics_of_a_router() -> None:
     assert all(np.isfinite(value).all() for value in of(logits, real & False).values())
 
 
-@pytest.mark.parametrize("mesh", sampled(["dp4", "dp4_per_step", "dp2_pp2_per_step"], seconds=20, files=FILES))
+@pytest.mark.parametrize("mesh", covering(["dp4", "dp4_per_step", "dp2_pp2_per_step"], daily=(["dp2_pp2_per_step"],)))
 def test_replicas_have_the_routers_losses_of_one_device(mesh: str) -> None:
     """Each replica has another number of tokens that are not padding."""
     of_mesh = _program("mixtral", mesh)

@@ -130,7 +130,7 @@ BIASES_AND_NORMS = ("b", "bias", "in_b", "out_b", "scale", "offset")
         ("gpt2", ["embed/tokens/w", "embed/positions/w"]),
         ("gptj", ["embed/tokens/w", "head/logits/w", "relative/w"]),
         ("qwen2_moe", ["ff/router/w", "ff/shared_gate/w", "ff/experts/in", "head/logits/w"]),
-        ("jaxformer", ["ff/router/w", "ff/experts/in", "attention/k_r/w"]),
+        pytest.param("jaxformer", ["ff/router/w", "ff/experts/in", "attention/k_r/w"], marks=pytest.mark.nightly),
     ],
 )
 def test_all_but_biases_and_norms_decay(name, decayed):

@@ -74,7 +74,10 @@ def mutated(content: bytes, kind: str, what) -> bytes:
     return bytes(data)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["stored", "compressed"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="stored", marks=pytest.mark.nightly), pytest.param(True, id="compressed")],
+)
 def folder(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("damage")
     write(folder, 2, full=False)
@@ -84,7 +87,7 @@ def folder(request, tmp_path_factory) -> Path:
     return folder
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edit=edits, shard=st.integers(0, 1), number=st.sampled_from([0, 1, 5, 15]))
 def test_every_mutation_is_equal_or_refused(folder, edit, shard, number):
     config = model_config()

@@ -227,13 +227,13 @@ def test_unknown_tensors_are_refused_and_old_buffers_ignored(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(random=st.randoms(use_true_random=False))
 def test_any_mutation_is_read_equal_or_refused(whole, tmp_path, name, random) -> None:
     _check_mutation(whole, tmp_path, name, random)
 
 
-@settings(max_examples=100, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(random=st.randoms(use_true_random=False))
 def test_any_mutation_of_an_index_is_read_equal_or_refused(sharded, tmp_path, random) -> None:
     _check_mutation(sharded, tmp_path, INDEX, random)

@@ -69,7 +69,7 @@ def measured(folder: Path) -> tuple[dict[str, Any], int]:
     return values, peak
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(random=st.randoms(use_true_random=False))
 def test_another_manifest_with_the_right_crc(
     whole: Path, expected: dict[str, Any], tmp_path: Path, random: Random
@@ -119,7 +119,7 @@ def test_brackets_of_any_depth(whole: Path, tmp_path: Path) -> None:
             NativeSource(str(copied))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(random=st.randoms(use_true_random=False))
 def test_changed_files(whole: Path, expected: dict[str, Any], tmp_path: Path, random: Random) -> None:
     copied = shutil.copytree(whole, tmp_path / "copy", dirs_exist_ok=True)

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 import pytest
 from golden import one_stack
-from support import families
 from support.builders import program
-from support.covering import sampled
+from support.covering import covering
 from support.engines import complete, engine_of
 from support.hf_folders import transformers_logits
 
@@ -29,15 +28,9 @@ from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 from mesh_transformer.spec import Decoder
 
-pytestmark = pytest.mark.slow
-
-READERS = ("checkpoint/native", "checkpoint/store.py", "checkpoint/load.py", "spec/decoder.py")
 # 5 layers, dense and with experts in turn; and two dense layers before two with experts
+DAILY = ["gpt_neo", "qwen2", "gemma2", "qwen2_moe", "deepseek_v3"]
 MIXED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
-
-
-def files(family: str, optimizer: str = "adam") -> list[str]:
-    return [*READERS, *families.files_of(family), f"optimizers/{optimizer}.py"]
 
 
 def restored(run: Any, folder: Path) -> Checkpoint:
@@ -69,9 +62,7 @@ def hashes(arrays: dict[str, np.ndarray]) -> dict[str, str]:
     return {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize(
-    ("family", "optimizer"), sampled(one_stack.MODELS, one_stack.OPTIMIZERS, seconds=1, files=files)
-)
+@pytest.mark.parametrize(("family", "optimizer"), covering(one_stack.MODELS, one_stack.OPTIMIZERS))
 def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> None:
     """Each row of each array, through all readers, and from a copy in the format of this version."""
     expected = one_stack.unpack(family, optimizer, tmp_path)
@@ -97,13 +88,7 @@ def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> Non
 
 @pytest.mark.parametrize(
     ("family", "optimizer"),
-    sampled(
-        one_stack.MODELS,
-        one_stack.OPTIMIZERS,
-        # 26 for two kinds of layers in turn
-        seconds=10,
-        files=lambda family, optimizer: [*files(family, optimizer), "train/step.py"],
-    ),
+    covering(one_stack.MODELS, one_stack.OPTIMIZERS, daily=(DAILY, one_stack.OPTIMIZERS)),
 )
 def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
     expected = one_stack.unpack(family, optimizer, tmp_path)
@@ -122,9 +107,7 @@ def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    "family", sampled(one_stack.MODELS, seconds=8, files=lambda family: [*files(family), "runtime/session/weights.py"])
-)
+@pytest.mark.parametrize("family", covering(one_stack.MODELS, daily=(DAILY,)))
 def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
     """With stacked parameters on two devices, and with packed layers as on a CPU."""
     expected = one_stack.unpack(family, "adam", tmp_path)
@@ -145,9 +128,7 @@ def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
         assert made.ids == expected["greedy"]
 
 
-@pytest.mark.parametrize(
-    "family", sampled(MIXED, seconds=6, files=lambda family: [*files(family), "checkpoint/hf/writer.py"])
-)
+@pytest.mark.parametrize("family", covering(MIXED))
 def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
     """transformers computes the logits of the earlier version."""
     expected = one_stack.unpack(family, "adam", tmp_path)
@@ -159,12 +140,7 @@ def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    sampled(
-        one_stack.MODELS,
-        one_stack.MESHES,
-        seconds=8,
-        files=lambda family, mesh: [*files(family), "models/stack.py", "train/pipeline.py"],
-    ),
+    covering(one_stack.MODELS, one_stack.MESHES, daily=(DAILY, one_stack.MESHES)),
 )
 def test_losses_of_a_run(family: str, mesh: str) -> None:
     """float32 sums in another order, on another processor. A mesh that the earlier version refused is not recorded."""

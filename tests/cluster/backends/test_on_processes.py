@@ -12,7 +12,7 @@ from support.counting import NAME, write_task
 from support.driving import STEPS, driver, kill, same_numbers, wait_for_end, worker_pid, write
 from support.xla import cpu_flags
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = pytest.mark.multiprocess
 TWO = ["--processes", "2"]
 # the default is 20 s; a hang must be detected within ten seconds more
 STEP_LIMIT_S = 10
@@ -33,6 +33,7 @@ def environment(worker_environment, tmp_path):
     return {**worker_environment, "TMPDIR": str(tmp_path)}
 
 
+@pytest.mark.nightly
 def test_the_numbers_of_one_process_with_four_devices(tmp_path, straight):
     """Equal up to the order of float32 sums in a collective."""
     write(tmp_path)

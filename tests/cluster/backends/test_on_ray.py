@@ -27,7 +27,7 @@ from support.driving import (
 from mesh_transformer.data.prepare import cached_records
 from mesh_transformer.data.text_counts import cached_counts
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = pytest.mark.faults
 DETECTION_S = 30
 # for hangs, which are detected after this time without a sign of work; the default is 20 s
 STEP_LIMIT_S = 10

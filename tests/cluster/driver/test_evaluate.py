@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = pytest.mark.faults
 
 
 def test_the_same_numbers_on_a_ray_cluster(evaluated, ray_nodes):

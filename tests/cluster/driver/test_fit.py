@@ -13,11 +13,6 @@ from mesh_transformer.cluster.driver import commands, fit
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
-)
-
 
 class Reached(Exception):
     """The driver goes on."""
@@ -75,7 +70,7 @@ def test_only_a_slice_is_checked(tmp_path, checked, changes, expected):
     assert checked == expected
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+@pytest.mark.usefixtures("no_libtpu")
 def test_without_libtpu_a_line_says_so(caplog):
     with caplog.at_level(logging.INFO):
         fit.check_fit(parse_config(TINY), "v3-8")
@@ -102,7 +97,7 @@ def test_refusals(tmp_path, monkeypatch, script, message):
         fit.check_fit(parse_config(TINY), "v3-8")
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
 def test_a_run_that_fits_and_one_that_does_not(caplog, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

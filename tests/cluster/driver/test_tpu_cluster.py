@@ -11,21 +11,22 @@ from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.command import EvalOptions, evaluate
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = pytest.mark.multiprocess
 
 
-def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
+@pytest.fixture
+def cluster(tmp_path, monkeypatch, worker_environment):
     for name, value in {**worker_environment, "TMPDIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     config = load_config(str(write(tmp_path)), ["optimizer.total_steps=6", "data.val_set={}"])
-    cluster = TPUCluster(config, ComputeTarget(processes=2))
+    return TPUCluster(config, ComputeTarget(processes=2))
+
+
+def test_train_save_load_generate(cluster, tmp_path):
     assert cluster.train(steps=4) == 0
     assert (tmp_path / "run/step_4").exists()
     cluster.save(str(tmp_path / "copy"))
-    assert cluster.train() == 0
-    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    _evaluates(cluster, tmp_path)
 
     samples = cluster.generate(["7 bottles", [65, 66]], max_new_tokens=3, temperature=0.0, num_samples=2)
     assert [len(of_prompt) for of_prompt in samples] == [2, 2]
@@ -45,10 +46,14 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
         cluster.generate(["x"], temperature=-1.0)
 
 
-def _evaluates(cluster, folder):
+@pytest.mark.nightly
+def test_train_in_two_calls_and_evaluate(cluster, tmp_path):
     """The evaluation of the newest checkpoint gives the same numbers as in this process."""
     pytest.importorskip("lm_eval")
-    options = {"include_path": str(write_task(folder)), "limit": 10}
+    assert cluster.train(steps=4) == 0
+    assert cluster.train() == 0
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    options = {"include_path": str(write_task(tmp_path)), "limit": 10}
     report = cluster.eval([NAME], **options)
     alone = evaluate(cluster.config, EvalOptions(tasks=(NAME,), **options)).report
     assert report["evaluation"]["step"] == alone["evaluation"]["step"] == 6

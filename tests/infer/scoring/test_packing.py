@@ -57,7 +57,7 @@ def check(planned: BatchPlan, asked: list[Query]) -> None:
     assert len({batch.targets_PM.shape[1] for batch in planned.batches}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(queries, st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 8]))
 def test_every_query_is_scored_once_and_sees_its_own(asked, batch_tokens, multiple):
     planned = plan_batches(asked, batch_tokens=batch_tokens, width=64, multiple=multiple)
@@ -65,7 +65,7 @@ def test_every_query_is_scored_once_and_sees_its_own(asked, batch_tokens, multip
     assert all(batch.tokens_BT.shape[0] % multiple == 0 for batch in planned.batches)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(question)
 def test_a_context_is_laid_out_once(asked):
     planned = plan_batches(asked, batch_tokens=1024, width=64)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from support.covering import sampled
+from support.covering import covering
 from support.experts import Problem, relative_differences
 
 from mesh_transformer.config import MeshConfig, mesh_shape
@@ -29,7 +29,6 @@ MESHES = {
     "fsdp2_tp4": {"fsdp": 2, "tp": 4},
 }
 # float32 sums in another order
-FILES = ("ops/experts",)
 CLOSE = 5e-6
 PROBLEM = Problem.random(8, 6, d=16, f=8, experts=8, chosen=3, empty=(2, 6))
 PROBLEMS = {
@@ -81,7 +80,7 @@ def dense(kind: str = "plain") -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("mesh", "exchange", "check_vma", "kind"),
-    sampled(MESHES, ["tokens", "gather"], [True, False], PROBLEMS, strength=2, seconds=2, files=FILES),
+    covering(MESHES, ["tokens", "gather"], [True, False], PROBLEMS, pairs=True),
 )
 def test_devices_compute_what_one_device_computes(
     mesh: str, exchange: str, check_vma: bool, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -93,9 +92,7 @@ def test_devices_compute_what_one_device_computes(
     assert dropped == 0
 
 
-@pytest.mark.parametrize(
-    ("mesh", "exchange", "kind"), sampled(MESHES, ["tokens", "gather"], PROBLEMS, strength=2, seconds=1, files=FILES)
-)
+@pytest.mark.parametrize(("mesh", "exchange", "kind"), covering(MESHES, ["tokens", "gather"], PROBLEMS, pairs=True))
 def test_a_device_computes_up_to_the_capacity_of_its_tokens(mesh: str, exchange: str, kind: str) -> None:
     sizes = MESHES[mesh]
     splits = {"dp", "fsdp"} | ({"ep"} if exchange == "tokens" else set())

@@ -2,7 +2,6 @@
 without it."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +15,7 @@ from mesh_transformer.ops.experts import Dispatch, Routing, apply
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition, constrain, use
 
-pytest.importorskip(
-    "libtpu",
-    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
-)
-pytestmark = pytest.mark.tpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_cache() -> Iterator[None]:
-    """JAX writes programs for an absent slice to its cache, but cannot read them back."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("libtpu")]
 
 
 def compiled(

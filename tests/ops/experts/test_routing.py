@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.covering import sampled
+from support.covering import covering
 
 from mesh_transformer.ops.experts import route, statistics
 from mesh_transformer.spec import Router
 
 EXPERTS = 12
-FILES = ("ops/experts/routing.py",)
 LOGITS = np.random.default_rng(0).normal(size=(3, 5, EXPERTS)).astype(np.float32)
 BIAS = np.random.default_rng(1).normal(size=EXPERTS).astype(np.float32)
 
@@ -30,7 +29,7 @@ def choices(router: Router, logits: np.ndarray, bias: np.ndarray | None) -> tupl
 
 @pytest.mark.parametrize(
     ("scores", "normalize", "grouped", "biased"),
-    sampled(["softmax", "sigmoid"], [True, False], ["no", "max", "two_best"], [True, False], seconds=0.3, files=FILES),
+    covering(["softmax", "sigmoid"], [True, False], ["no", "max", "two_best"], [True, False]),
 )
 def test_choices(scores: str, normalize: bool, grouped: str, biased: bool) -> None:
     # DeepSeek-V2 has no bias: experts that are not in its groups have the score 0, above those with a negative bias

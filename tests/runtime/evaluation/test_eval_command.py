@@ -16,8 +16,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation import tasks
 from mesh_transformer.runtime.evaluation.command import scalars
 
-pytestmark = pytest.mark.slow
-
 TASK = """
 task: bottles
 dataset_path: json
@@ -108,6 +106,7 @@ def test_the_command_agrees_with_the_loop_and_writes_it_down(trained):
     assert json.loads((trained / "found.json").read_text())["results"] == found["results"]
 
 
+@pytest.mark.nightly
 def test_hugging_face_and_classic_checkpoints_give_the_same_numbers(trained):
     arguments = ["--tasks", "bottles", "--include-path", "tasks", "--limit", "20", "--output", "form.json"]
     run(

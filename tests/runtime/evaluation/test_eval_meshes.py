@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import hf_folders as hf
 from support.commands import free_port
-from support.covering import sampled
+from support.covering import covering
 from support.evaluated import harness_requests, ours
 from support.together import outputs_of
 
@@ -51,9 +51,7 @@ def on_one_device():
     return answers()
 
 
-@pytest.mark.parametrize(
-    "mesh", sampled(MESHES, seconds=12, files=("runtime/evaluation", "infer/scoring", "ops/attend/packed.py"))
-)
+@pytest.mark.parametrize("mesh", covering(MESHES))
 def test_a_mesh_gives_the_numbers_of_one_device(on_one_device, mesh):
     assert_same(answers(*MESHES[mesh], devices=8), on_one_device)
 
@@ -101,7 +99,7 @@ Path(sys.argv[1], f"found_{process}.json").write_text(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_two_processes_give_the_numbers_of_one_device(on_one_device, tmp_path: Path):
     port = str(free_port())

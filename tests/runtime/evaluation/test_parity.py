@@ -12,8 +12,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.tasks import Tasks
 
-pytestmark = pytest.mark.slow
-
 # nats per request
 TOLERANCE = 1e-4
 EXAMPLES = 300
@@ -37,6 +35,7 @@ def their_scores(questions, their_lm):
     return requests, scores, their_lm.computed - before
 
 
+@pytest.mark.nightly
 def test_piqa_and_lambada(our_model, their_scores):
     requests, scores, computed = their_scores
     assert len(requests) == 3 * EXAMPLES

@@ -10,7 +10,6 @@ import pytest
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.target import tpu_target
-from mesh_transformer.estimate.tpus import has_libtpu
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -71,9 +70,9 @@ def test_an_unknown_row(monkeypatch):
         bounds.main()
 
 
-@pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed: nothing was compiled for a TPU")
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PINNED)
 def test_the_time_of_a_program(name):
     """A figure that falls needs a new value in the table, as one that rises needs a reason."""

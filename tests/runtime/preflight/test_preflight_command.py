@@ -17,11 +17,6 @@ from mesh_transformer.estimate.target import gpu_target
 from mesh_transformer.runtime.preflight import command
 from mesh_transformer.runtime.preflight.command import PreflightOptions
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
-)
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 Rows = list[dict[str, Any]]
 
 
@@ -90,7 +85,7 @@ def test_what_documents_cost_is_said() -> None:
         estimate_training(parse_config(TINY, [*sizes, "compute.attention=cudnn"]), gpu_target("h100"), ())
 
 
-@without_libtpu
+@pytest.mark.usefixtures("no_libtpu")
 def test_by_formula(preflight, repo, messages):
     """The command of docs/preflight.md, whose compiled program needs 14.57 GiB and 5.93 s."""
     code, (row,) = preflight(config=repo / "configs/6B_finetune_v3-8.json", tpu=["v3-8"], steps=72, price=1.1)
@@ -109,7 +104,7 @@ def test_by_formula(preflight, repo, messages):
     assert "pip install -e '.[tpu]'" in messages[-1]
 
 
-@without_libtpu
+@pytest.mark.usefixtures("no_libtpu")
 def test_search_by_formula(preflight):
     """Each slice has a best row, whose arguments give the same prediction."""
     code, rows = preflight(tpu=["v5e-8", "v4-8"], search=True, compile=2)
@@ -122,7 +117,7 @@ def test_search_by_formula(preflight):
     assert {**same, "set": None} == {**best, "set": None}
 
 
-@without_libtpu
+@pytest.mark.usefixtures("no_libtpu")
 def test_nothing_fits_by_formula(preflight, messages):
     large = ["model.d_model=16384", "model.n_heads=64", "model.d_head=256", "model.layers=2", "mesh.tp=8"]
     code, (row,) = preflight(*large, "model.n_vocab=50400", tpu=["v2-8"])
@@ -131,7 +126,7 @@ def test_nothing_fits_by_formula(preflight, messages):
     assert "It would fit with" in messages[-1]
 
 
-@without_libtpu
+@pytest.mark.usefixtures("no_libtpu")
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
@@ -146,7 +141,7 @@ def test_what_the_formula_does_not_model(preflight, overrides, options, message)
         preflight(*overrides, **options)
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
 def test_rows_for_slices(preflight, tmp_path, messages):
     """One slice has a row with a time, on the other the mesh is impossible; the second run compiles nothing."""
@@ -174,7 +169,7 @@ def test_rows_for_slices(preflight, tmp_path, messages):
     assert {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*.json.gz")} == kept
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
 def test_search(preflight):
     """The best of the compiled programs comes with the arguments that give it, and with them the same prediction."""
@@ -188,7 +183,7 @@ def test_search(preflight):
     assert {**same, "set": None} == {**best, "set": None}
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
 def test_serving(preflight, messages):
     code, (prefill, decode) = preflight("mesh.tp=2", tpu=["v4-8"], serve=True, slots=4)
@@ -204,7 +199,7 @@ def test_serving(preflight, messages):
     ]
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
 def test_tables_of_operations(preflight, tmp_path):
     """Each compiled program has a table, with the seconds and parts of its row."""
@@ -227,7 +222,7 @@ def test_a_folder_that_cannot_be_made(preflight, tmp_path):
         preflight(gpu=["h200"], op_table="file/tables")
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.tpu
 def test_nothing_fits(preflight, messages):
     """A model of 100B on 8 GiB: the compiler refuses it, and the advice names a way out."""

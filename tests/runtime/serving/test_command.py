@@ -20,8 +20,6 @@ from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serving import start as serving
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def signals():

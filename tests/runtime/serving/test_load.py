@@ -12,7 +12,7 @@ from support.processes import process, wait_for_health
 MINUTES = 0.75
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mixed_requests_lose_nothing(tmp_path):
     options = ["--slots", "4", "--max-queue", "12", "--set", "model.seq=96"]
     with process(tmp_path, *options, FAKE_DELAY="0.001") as (child, url):

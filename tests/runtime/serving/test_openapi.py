@@ -13,7 +13,7 @@ pytest.importorskip("schemathesis")
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_request_makes_the_server_fail(tmp_path):
     tokenizer = load_tokenizer(str(chat_folder(tmp_path / "chat")))
     with serve(tokenizer=tokenizer, vocab=tokenizer.n_vocab, slots=8, max_queue=256) as server:

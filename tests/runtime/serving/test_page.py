@@ -365,6 +365,7 @@ def test_the_page_asks_nobody_else() -> None:
         assert "://" not in file.read_text(), file
 
 
+@pytest.mark.nightly
 def test_the_libraries_are_those_of_the_list() -> None:
     """Every vendored file has its licence, and the checksum and version that the list names."""
     listed = (WEB / "vendor/README.md").read_text()

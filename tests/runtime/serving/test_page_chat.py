@@ -575,6 +575,7 @@ def test_the_policy_of_the_page_alone_holds(open_page: Any) -> None:
                     assert connection.recv(100) == b""
 
 
+@pytest.mark.nightly
 def test_a_text_that_markdown_cannot_read_in_time_is_shown_as_it_is(open_page: Any) -> None:
     with serve() as served:
         page = open_page(served.url)

@@ -10,7 +10,6 @@ from support.commands import finish, run, write_run
 from support.processes import process, wait_for_health
 
 
-@pytest.mark.slow
 def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
     write_run(tmp_path, optimizer={"total_steps": 8}, data={"val_set": {}})
     run("device_train.py", "--config", "config.json", cwd=tmp_path)

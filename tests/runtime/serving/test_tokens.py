@@ -57,7 +57,7 @@ def test_messages(server: Served, theirs: Any, prompt: bool, special: bool | Non
     assert answer["token_strs"] == theirs.convert_ids_to_tokens(wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_detokenize_is_the_way_back(server: Served, theirs: Any, text: str) -> None:
     tokens = server.post({"prompt": text + "<|im_start|>", "add_special_tokens": False}, "/tokenize").json()["tokens"]

@@ -7,8 +7,6 @@ import pytest
 from support.commands import metrics, run, write_run
 from support.gcs_server import GcsServer
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def bucket():

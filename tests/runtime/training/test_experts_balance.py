@@ -16,8 +16,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training import expert_load, plots, trainer
 from mesh_transformer.runtime.training.start import TuningSource
 
-pytestmark = pytest.mark.slow
-
 EVEN, TOKENS = {"held": np.ones((2, 4))}, 2 * 8 * 16
 
 

@@ -13,8 +13,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training.start import TuningSource
 from mesh_transformer.runtime.training.trainer import train
 
-pytestmark = pytest.mark.slow
-
 SEQ, BATCH, STEPS = 16, 8, 9
 # 16 records a step: `code` has its 40 after the 3rd record of step 6, so the run ends without `others`
 SOURCES = {

@@ -22,8 +22,6 @@ from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.profile import StepProfile
 from mesh_transformer.runtime.training.start import TuningSource
 
-pytestmark = pytest.mark.slow
-
 GROUPS = {
     "model": {"layers": 1, "d_model": 16, "n_heads": 2, "seq": 16, "pe_rotary_dims": 4},
     "optimizer": {"total_steps": 5, "gradient_accumulation_steps": 1},

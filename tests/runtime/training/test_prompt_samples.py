@@ -13,7 +13,7 @@ import pytest
 from support import hf_folders as hf
 from support.chat_templates import chat_folder
 from support.commands import free_port, metrics, write_run
-from support.covering import sampled
+from support.covering import covering
 from support.evaluated import session_of
 from support.events import read_events
 from support.together import outputs_of
@@ -28,8 +28,6 @@ from mesh_transformer.runtime.training import samples, trainer
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.start import TuningSource
-
-pytestmark = pytest.mark.slow
 
 PROMPTS = ["7 bottles", "1"]
 LOGGING = {"sample_prompts": PROMPTS, "sample_tokens": 12, "sample_every": 4, "tensorboard": True}
@@ -249,7 +247,7 @@ def on_one_device(tmp_path_factory):
     return found_on(tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("mesh", sampled(MESHES, seconds=15, files=("runtime/training/samples.py", "infer/engine.py")))
+@pytest.mark.parametrize("mesh", covering(MESHES, daily=([list(MESHES)[-1]],)))
 def test_a_mesh_gives_the_samples_of_one_device(on_one_device, mesh, tmp_path):
     assert found_on(tmp_path, *MESHES[mesh], devices=8) == on_one_device
 
@@ -269,6 +267,7 @@ tests.found_on(Path(sys.argv[1], str(process)), "mesh.dp=2", "mesh.pp=2", device
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_two_processes_give_the_samples_of_one_device(on_one_device, tmp_path: Path):
     """Process 0 alone writes them."""

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from support.commands import finish, free_port, listens_at, metrics, run, start, wait_for_step, write_run
 
-pytestmark = pytest.mark.slow
-
 STEPS = 240
 SAME = (
     "train/loss",
@@ -167,6 +165,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
     assert last == {record["step"]: record["train/loss"] for record in metrics(copy / "run")}
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
     """The process with the failing write does not wait for the other one, and the driver does not retry."""

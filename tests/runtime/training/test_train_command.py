@@ -26,8 +26,6 @@ from mesh_transformer.runtime.training import run_folder, trainer
 from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.runtime.training.start import TuningSource
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:

@@ -14,8 +14,6 @@ from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.config import load_config
 from mesh_transformer.data.records import write_records
 
-pytestmark = pytest.mark.slow
-
 # float32 sums in another order than in the original program; the same tolerance as for the trajectory in tests/train
 LOSS_RTOL = 1e-4
 
@@ -114,6 +112,7 @@ def test_a_slim_run_cannot_go_on(tmp_path: Path, original: Path) -> None:
     assert "--tune-model-path" in errors
 
 
+@pytest.mark.nightly
 def test_sampling_from_a_bucket_of_2021(tmp_path: Path, original: Path) -> None:
     """The same greedy tokens from local and remote shards."""
     prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"])
