@@ -186,6 +186,7 @@ KINDS = [
 """A case of each kind; a whole `--tiny` takes minutes."""
 
 
+@pytest.mark.nightly
 def test_cases_at_toy_size(gpu, repo, tmp_path):
     out = tmp_path / "toy.jsonl"
     # one device, as on a machine with one GPU

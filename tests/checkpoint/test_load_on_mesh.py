@@ -210,8 +210,11 @@ store.close()
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory from /proc")
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [(CONVERT, "load"), (TRAIN, "load"), (TRAIN, "restore")],
-    ids=["converted-loaded", "trained-loaded", "trained-restored"],
+    [
+        pytest.param(CONVERT, "load", id="converted-loaded"),
+        pytest.param(TRAIN, "load", id="trained-loaded", marks=pytest.mark.nightly),
+        pytest.param(TRAIN, "restore", id="trained-restored", marks=pytest.mark.nightly),
+    ],
 )
 def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: str, reader: str) -> None:
     """384 MiB in three tensors on tp8: a process holds its 192 MiB of shards and at most one tensor of 128 MiB."""

@@ -147,6 +147,7 @@ def test_an_interrupted_job_goes_on(corpus, whole, tmp_path):
     assert hashes(tmp_path / "set") == hashes(whole)
 
 
+@pytest.mark.nightly
 def test_two_ray_workers_give_the_same_packed_bytes(corpus, whole, tmp_path):
     pytest.importorskip("ray")
     sizes = ["--seq", str(SEQ), "--part-mb", "0.01", "--shard-tokens", "20000"]

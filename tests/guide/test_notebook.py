@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.covering import covering
 from support.guide import guide
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -21,8 +20,9 @@ def test_a_notebook_is_made_from_its_text(repo: Path, tmp_path: Path, name: str)
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.guide
-@pytest.mark.parametrize("name", covering(NOTEBOOKS))
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_cells_run_and_their_claims_hold(repo: Path, tmp_path: Path, name: str) -> None:
     """In an empty folder, because the cells write beside the page."""
     page = shutil.copy(FOLDER / f"{name}.md", tmp_path)
