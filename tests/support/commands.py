@@ -1,6 +1,7 @@
 """Runs the entry points as a user does: real processes, real files."""
 
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.fork_server import Forked, ForkServer
 from support.xla import cpu_flags
 
 REPO = Path(__file__).parents[2]
@@ -46,29 +48,37 @@ def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
     return path
 
 
-def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str) -> subprocess.Popen[str]:
-    """Start an entry point of the project on forced CPU devices, with its output captured."""
-    inherited = dict(os.environ)
+def start(
+    program: str, *arguments: str, cwd: Path, devices: int = 1, fresh: bool = False, **environment: str
+) -> subprocess.Popen[str]:
+    """Start an entry point of the project on forced CPU devices, with its output captured.
+
+    Args:
+        fresh: in a new interpreter. Otherwise a fork of a process that has imported the project, where it is the same.
+    """
+    env = {**_own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
+    command = [sys.executable, str(REPO / program), *arguments]
+    options = {"cwd": cwd, "env": env, "text": True, "stdin": subprocess.DEVNULL}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if not fresh and sys.platform == "linux" and (server := fork_server()).can_start(command[1], env):
+        return Forked(server, command, **options)
+    return subprocess.Popen(command, **options)
+
+
+def _own_environment(inherited: dict[str, str], devices: int) -> dict[str, str]:
     # commands store all programs that they compile
     inherited.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)
-    env = {
-        **inherited,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": cpu_flags(devices),
-        "XDG_CACHE_HOME": str(cwd / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        **environment,
-    }
-    command = [sys.executable, str(REPO / program), *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=env,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return {**inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": cpu_flags(devices), "HF_HUB_OFFLINE": "1"}
+
+
+# as conftest.py made it: a test that changes it must not have the server that others use
+_ENVIRONMENT = _own_environment(dict(os.environ), 1)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The server of this process."""
+    return ForkServer(_ENVIRONMENT)
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 300) -> tuple[str, str]:
@@ -79,11 +89,9 @@ def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 300
     return output, errors
 
 
-def run(
-    program: str, *arguments: str, cwd: Path, code: int = 0, devices: int = 1, **environment: str
-) -> tuple[str, str]:
-    """Run an entry point to its end."""
-    return finish(start(program, *arguments, cwd=cwd, devices=devices, **environment), code)
+def run(program: str, *arguments: str, cwd: Path, code: int = 0, **options: Any) -> tuple[str, str]:
+    """Run an entry point to its end. The options are those of `start`."""
+    return finish(start(program, *arguments, cwd=cwd, **options), code)
 
 
 def metrics(folder: Path, *, running: bool = False) -> list[dict[str, Any]]:
