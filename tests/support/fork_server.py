@@ -61,7 +61,8 @@ class ForkServer:
         atexit.register(self.close)
         self._lock = threading.Lock()
         self.environment = own
-        self._read = set(json.loads(self._answer()))
+        read, self._written = json.loads(self._answer())
+        self._read = set(read)
 
     def close(self) -> None:
         """End the server. It ends too when the worker is killed: the kernel closes the worker's end of the socket."""
@@ -74,7 +75,9 @@ class ForkServer:
         own = all(Path(path).is_relative_to(REPO) for path in (program, *paths))
         names = environment.keys() | self.environment.keys()
         names = self._read | {name for name in names if name.startswith(_READ_IN_C)} - _OF_A_COMMAND
-        return own and all(environment.get(name) == self.environment.get(name) for name in names)
+        # this process has the variables that JAX sets if it has imported JAX
+        given, later = self.environment, {**self.environment, **self._written}
+        return own and all(environment.get(name) in (given.get(name), later.get(name)) for name in names)
 
     def start(self, command: list[str], cwd: Path, environment: dict[str, str], files: list[int]) -> int:
         """The id of a new process, a child of this one, that runs a program with arguments. `files`: its stdin, stdout
@@ -151,7 +154,7 @@ def _serve(connection: socket.socket) -> str:
     # the pages of these objects stay shared
     gc.collect()
     gc.freeze()
-    connection.send(json.dumps(sorted(read)).encode())
+    connection.send(json.dumps([sorted(read), written]).encode())
     while True:
         message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
         if not message:
