@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +67,8 @@ class Problem:
 
     def dense(self, kept_BTk: Any = 1.0) -> tuple[np.ndarray, list[np.ndarray]]:
         """The output and the gradients of all `inputs`, with silu; only the choices `kept_BTk` count."""
+        import torch
+
         inputs = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in self.inputs]
         x, weights, *parameters = inputs
         (gate, in_, out), (gate_b, in_b, out_b) = self.split(parameters)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
+from support import loopback
 from support.commands import REPO, start, write_run
 
 PROGRAM = "tests/support/fake_serve.py"
@@ -39,6 +38,6 @@ def process(
 
 def wait_for_health(url: str, status: int = 200, timeout_s: float = 20) -> None:
     deadline = time.monotonic() + timeout_s
-    while httpx.get(f"{url}/health").status_code != status:
+    while loopback.get(f"{url}/health").status_code != status:
         assert time.monotonic() < deadline
         time.sleep(0.02)

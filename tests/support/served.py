@@ -16,6 +16,7 @@ from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
 from mesh_transformer.runtime.serving.start import Service, bind
+from support import loopback
 from support.fake_engine import Completion, FakeEngine, alone
 
 NAME, VOCAB, CONTEXT = "tiny", 257, 64
@@ -52,7 +53,7 @@ class Served:
 
     def __init__(self, engine: ServedEngine, service: Service, model: ServedModel, url: str):
         self.engine, self.model, self.loop, self.url = engine, model, model.loop, url
-        self.client = httpx.Client(base_url=url, timeout=30)
+        self.client = loopback.Client(base_url=url, timeout=30)
         self._service = service
         self._home = asyncio.new_event_loop()
         self._signals: list[asyncio.Event] = []

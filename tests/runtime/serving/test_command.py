@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support import loopback
 from support.commands import finish, run, write_run
 from support.processes import PATHS, PROGRAM, process, wait_for_health
 from support.wire import ask, connect, receive
@@ -34,13 +35,13 @@ def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
     with process(tmp_path, FAKE_DELAY="0.05") as (child, url):
         wait_for_health(url)
         body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "seed": 1}
-        whole = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+        whole = loopback.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
         answers: list[httpx.Response] = []
         waiting = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+            target=lambda: answers.append(loopback.post(f"{url}/v1/completions", json=body, timeout=20))
         )
         waiting.start()
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=20) as stream:
+        with loopback.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=20) as stream:
             lines = stream.iter_lines()
             first = next(lines)
             child.send_signal(signal.SIGTERM)
@@ -62,7 +63,7 @@ def test_what_outlasts_the_drain_is_cut_off_and_the_exit_code_is_0(tmp_path):
     with process(tmp_path, "--drain-seconds", "0.2", FAKE_DELAY="0.3") as (child, url):
         wait_for_health(url)
         body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+        with loopback.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
             lines = stream.iter_lines()
             next(lines)
             child.send_signal(signal.SIGTERM)
@@ -77,9 +78,9 @@ def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
     with process(tmp_path, *options, FAKE_DELAY="0.01") as (child, url), ThreadPoolExecutor(3) as pool:
         wait_for_health(url)
         body = {"prompt": "a" * 400, "max_tokens": 9, "ignore_eos": True}  # 50 chunks
-        answers = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20) for _ in range(3)]
+        answers = [pool.submit(loopback.post, f"{url}/v1/completions", json=body, timeout=20) for _ in range(3)]
         there = ("requests_running 1.0", "requests_waiting 2.0")  # all three; one has started
-        while not all(line in httpx.get(f"{url}/metrics").text for line in there):
+        while not all(line in loopback.get(f"{url}/metrics").text for line in there):
             time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
         for answer in answers:
@@ -94,7 +95,7 @@ def test_a_client_that_does_not_read_holds_up_the_end_no_longer_than_the_drain(t
         wait_for_health(url)
         with connect(url, receive_buffer=4096) as client:
             client.sendall(ask(stream=stream, max_tokens=100, logprobs=20))
-            while "generated_tokens_total 100.0" not in httpx.get(f"{url}/metrics").text:
+            while "generated_tokens_total 100.0" not in loopback.get(f"{url}/metrics").text:
                 time.sleep(0.05)
             began = time.monotonic()
             child.send_signal(signal.SIGTERM)
@@ -109,7 +110,7 @@ def test_a_slow_reader_has_the_drain_to_take_its_stream(tmp_path):
         wait_for_health(url)
         with connect(url, receive_buffer=4096) as client:
             client.sendall(ask(stream=True, max_tokens=100, logprobs=20))
-            while "generated_tokens_total 100.0" not in httpx.get(f"{url}/metrics").text:
+            while "generated_tokens_total 100.0" not in loopback.get(f"{url}/metrics").text:
                 time.sleep(0.05)
             child.send_signal(signal.SIGTERM)
             # longer than the server waits for a client after the time for draining
@@ -134,8 +135,8 @@ def test_an_engine_that_fails_ends_the_process_with_1(tmp_path):
         body = {"prompt": "a", "max_tokens": 31, "ignore_eos": True, "n": 2, "stream": True}
         waiting = {"prompt": ["b"] * 20, "max_tokens": 31, "ignore_eos": True}
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(httpx.post, f"{url}/v1/completions", json=waiting, timeout=20)
-            lines = httpx.post(f"{url}/v1/completions", json=body, timeout=20).text.split("\n\n")
+            other = pool.submit(loopback.post, f"{url}/v1/completions", json=waiting, timeout=20)
+            lines = loopback.post(f"{url}/v1/completions", json=body, timeout=20).text.split("\n\n")
             assert '"error":{"message":"the model failed' in lines[-3]
             assert lines[-2] == "data: [DONE]"
             assert other.result().status_code == 500
@@ -162,7 +163,7 @@ def test_a_second_ctrl_c_cuts_the_drain_short(tmp_path):
     with process(tmp_path, "--drain-seconds", "60", FAKE_DELAY="0.2") as (child, url):
         wait_for_health(url)
         body = {"prompt": "a", "max_tokens": 31, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+        with loopback.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
             lines = stream.iter_lines()
             next(lines)
             child.send_signal(signal.SIGINT)
@@ -175,7 +176,7 @@ def test_a_second_ctrl_c_cuts_the_drain_short(tmp_path):
 
 def test_a_signal_during_the_warm_up_ends_the_process(tmp_path):
     with process(tmp_path, FAKE_WARM_UP="60") as (child, url):
-        assert httpx.get(f"{url}/health").json() == {"status": "warming up"}
+        assert loopback.get(f"{url}/health").json() == {"status": "warming up"}
         child.send_signal(signal.SIGTERM)
         finish(child, 0, timeout_s=10)
 
@@ -195,7 +196,7 @@ def test_allowed_origins_reach_the_server(tmp_path):
     origins = ["https://6b.eleuther.ai", "null"]
     with process(tmp_path, *(f"--allow-origin={origin}" for origin in origins)) as (_, url):
         for origin in [*origins, "https://evil.example"]:
-            headers = httpx.get(f"{url}/health", headers={"Origin": origin}).headers
+            headers = loopback.get(f"{url}/health", headers={"Origin": origin}).headers
             assert headers.get("access-control-allow-origin") == (origin if origin in origins else None)
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from support import loopback
 from support.served import expected, refusal, serve, text_of, wait_until
 from support.wire import ask, connect
 
@@ -146,7 +147,7 @@ def test_draining_finishes_what_runs_and_takes_no_more():
         fields = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "seed": 2}
         whole = [pool.submit(server.complete, **fields) for _ in range(2)]  # one runs, one waits
         wait_until(lambda: server.metric("requests_waiting") == 1)
-        with httpx.stream(
+        with loopback.stream(
             "POST", f"{server.url}/v1/completions", json={**fields, "stream": True}, timeout=30
         ) as stream:
             lines = stream.iter_lines()
@@ -163,7 +164,7 @@ def test_draining_finishes_what_runs_and_takes_no_more():
         server.thread.join(5)
         assert not server.thread.is_alive()
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.url}/health")
+            loopback.get(f"{server.url}/health")
 
 
 def test_what_is_not_finished_in_time_is_told_so():
@@ -197,7 +198,7 @@ def test_a_stream_reports_that_the_engine_failed(caplog):
     caplog.set_level(logging.CRITICAL, "uvicorn.error")
     with serve(slots=1, delay=0.02) as server:
         body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=10) as response:
+        with loopback.stream("POST", f"{server.url}/v1/completions", json=body, timeout=10) as response:
             lines = response.iter_lines()
             assert '"choices"' in next(lines)
             server.engine.broken = True

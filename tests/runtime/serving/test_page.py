@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from support import fake_engine
+from support import fake_engine, loopback
 from support.served import KEY, expected, serve, text_of, wait_until
 
 from mesh_transformer.infer.requests import Token
@@ -360,7 +359,7 @@ def test_the_page_asks_nobody_else() -> None:
             again = served.client.get(path, headers={"If-None-Match": response.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
         for path in ("/page/", "/page/nothing.js", "/page/vendor/README.md", "/page/%2e%2e/app.py", "/page/vendor"):
-            assert httpx.get(served.url + path).status_code == 404
+            assert loopback.get(served.url + path).status_code == 404
     for file in WEB.glob("*.*"):
         assert "://" not in file.read_text(), file
 

@@ -4,8 +4,8 @@ import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
+from support import loopback
 from support.commands import finish, run, write_run
 from support.processes import process, wait_for_health
 
@@ -30,7 +30,7 @@ def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
         greedy = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
 
         def complete(prompt: str) -> dict:
-            return httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **greedy}, timeout=60).json()
+            return loopback.post(f"{url}/v1/completions", json={"prompt": prompt, **greedy}, timeout=60).json()
 
         with ThreadPoolExecutor(6) as pool:  # with other requests in the batch and in the queue
             answers = list(pool.map(complete, ["12 bottles of", "99 bottles", "1", "99 bottles"] * 3))
@@ -39,7 +39,7 @@ def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
             assert choice["text"] == sample["completion"]
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(sample["logprobs"], abs=1e-3)
         body = {"prompt": "99 bottles" + sample["completion"], "max_tokens": 0, "echo": True, "logprobs": 1}
-        scored = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
+        scored = loopback.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
         assert scored["token_logprobs"][-12:] == pytest.approx(sample["logprobs"], abs=1e-3)
         child.send_signal(signal.SIGTERM)
         _, errors = finish(child, 0)
