@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from support import loopback
 from support.commands import REPO, start, write_run
@@ -17,12 +18,12 @@ PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
 
 @contextmanager
 def process(
-    folder: Path, *arguments: str, program: str = PROGRAM, **environment: str
+    folder: Path, *arguments: str, program: str = PROGRAM, **options: Any
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process and its URL, after its port is open."""
+    """A server process and its URL, after its port is open. The options are those of `start`."""
     if not (folder / "config.json").exists():
         write_run(folder)
-    child = start(program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **environment)
+    child = start(program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **options)
     try:
         assert child.stderr is not None
         output = ""
