@@ -40,13 +40,13 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("ops/attend/ring.py", "(1 - jnp.square(products / plan.softcap))", "(1 - products / plan.softcap)"),
+    Mutant("ops/attend/ring_blocks.py", "(1 - jnp.square(products / self.softcap))", "(1 - products / self.softcap)"),
     Mutant(
-        "ops/attend/ring.py",
-        "key.positions_S[None], window)[",
-        "key.positions_S[None], window if window is None else window - 1)[",
+        "ops/attend/ring_blocks.py",
+        "key.positions_S[None], self.window)[",
+        "key.positions_S[None], self.window if self.window is None else self.window - 1)[",
     ),
-    Mutant("ops/attend/ring.py", "exps.sum(-1)), None", "exps.sum(-1) * (1 + 1e-4)), None"),
+    Mutant("ops/attend/ring_blocks.py", "rescale + exps.sum(-1))", "rescale + exps.sum(-1) * (1 + 1e-4))"),
     Mutant("ops/attend/causal.py", "dlogits.sum(0, keepdims=True)", "dlogits.mean(0, keepdims=True)"),
     Mutant("ops/attend/packed.py", "(queries < self.ends_BT[:, None])", "(queries <= self.ends_BT[:, None])"),
     Mutant("ops/attend/cached.py", "window + longest_chunk - 1)", "window + longest_chunk - 2)"),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("train/pipeline.py", "at(carry.rows, slot)).sum()", "at(carry.rows, slot - 1)).sum()"),
     Mutant("train/experts.py", "rate * jnp.sign(1 - load(means))", "rate * jnp.sign(load(means) - 1)"),
     Mutant("train/optimizer.py", "warmup * config.lr -", "config.lr -"),
-    Mutant("ops/experts/routing.py", "routing.probs_BTE.mean((0, 1))", "routing.probs_BTE.max((0, 1))"),
+    Mutant("ops/experts/routing.py", "probs_BTE.mean((0, 1))", "probs_BTE.max((0, 1))"),
     Mutant("ops/experts/dispatch.py", "dispatch.capacity(experts_Nk.size,", "dispatch.capacity(len(experts_Nk),"),
     Mutant(
         "ops/positions.py", "(rotary.base ** exponents.astype(np.float64)).astype(np.float32)", "rotary.base**exponents"
