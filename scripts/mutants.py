@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Change one line of the package at a time, and see whether the tests that the changed file selects fail.
+"""Change one line of the package at a time, and see whether a test fails.
 
     python scripts/mutants.py              all mutants of the table below, and 8 drawn ones
     python scripts/mutants.py ring pipe    the ones whose file has one of these texts in its path
 
-Each mutant runs `pytest --changed HEAD -x` in a copy of HEAD, without JAX's cache of programs. A mutant that survives
-is either equal in all numbers or a missing test. The last line is JSON. Exit code 1: a mutant survived.
+Each mutant runs the tests that it names, or those that `pytest --changed HEAD` selects, up to the first that fails, in
+a copy of HEAD, without JAX's cache of programs. A mutant that survives is either equal in all numbers or a missing
+test. The last line is JSON. Exit code 1: a mutant survived.
 """
 
 import argparse
@@ -37,31 +38,218 @@ class Mutant(NamedTuple):
     file: str
     old: str
     new: str
+    tests: tuple[str, ...] = ()
+    """The files or tests that must kill it; none: what `--changed` selects."""
 
 
 MUTANTS = [
-    Mutant("ops/attend/ring_blocks.py", "(1 - jnp.square(products / self.softcap))", "(1 - products / self.softcap)"),
+    Mutant(
+        "ops/attend/ring_blocks.py",
+        "(1 - jnp.square(products / self.softcap))",
+        "(1 - products / self.softcap)",
+        ("tests/ops/test_context.py::test_outputs_and_gradients_equal_one_device[ring-cp4-softcap]",),
+    ),
     Mutant(
         "ops/attend/ring_blocks.py",
         "key.positions_S[None], self.window)[",
         "key.positions_S[None], self.window if self.window is None else self.window - 1)[",
+        ("tests/ops/test_context.py::test_outputs_and_gradients_equal_one_device[ring-cp4-window]",),
     ),
-    Mutant("ops/attend/ring_blocks.py", "rescale + exps.sum(-1))", "rescale + exps.sum(-1) * (1 + 1e-4))"),
+    Mutant(
+        "ops/attend/ring_blocks.py",
+        "rescale + exps.sum(-1))",
+        "rescale + exps.sum(-1) * (1 + 1e-4))",
+        ("tests/ops/test_context.py::test_outputs_and_gradients_equal_one_device[ring-cp4-plain]",),
+    ),
     Mutant("ops/attend/causal.py", "dlogits.sum(0, keepdims=True)", "dlogits.mean(0, keepdims=True)"),
     Mutant("ops/attend/packed.py", "(queries < self.ends_BT[:, None])", "(queries <= self.ends_BT[:, None])"),
     Mutant("ops/attend/cached.py", "window + longest_chunk - 1)", "window + longest_chunk - 2)"),
-    Mutant("spec/feed_forward.py", "{**arrays, **gate} if self.shared_gate else arrays", "arrays"),
+    Mutant(
+        "spec/feed_forward.py",
+        "{**arrays, **gate} if self.shared_gate else arrays",
+        "arrays",
+        ("tests/spec/test_arrays.py::test_arrays_are_the_parameters_of_the_model",),
+    ),
     Mutant("spec/flops.py", "min(one.window or seq, seq)", "seq"),
-    Mutant("train/pipeline.py", "square += 2 * (dx_embed", "square += (dx_embed"),
+    Mutant(
+        "train/pipeline.py",
+        "square += 2 * (dx_embed",
+        "square += (dx_embed",
+        ("tests/parallel/test_pipeline_meshes.py::test_training_equals_one_device[gemma2-pp4]",),
+    ),
     Mutant("train/pipeline.py", "at(carry.rows, slot)).sum()", "at(carry.rows, slot - 1)).sum()"),
     Mutant("train/experts.py", "rate * jnp.sign(1 - load(means))", "rate * jnp.sign(load(means) - 1)"),
     Mutant("train/optimizer.py", "warmup * config.lr -", "config.lr -"),
-    Mutant("ops/experts/routing.py", "probs_BTE.mean((0, 1))", "probs_BTE.max((0, 1))"),
-    Mutant("ops/experts/dispatch.py", "dispatch.capacity(experts_Nk.size,", "dispatch.capacity(len(experts_Nk),"),
+    Mutant(
+        "ops/experts/routing.py",
+        "probs_BTE.mean((0, 1))",
+        "probs_BTE.max((0, 1))",
+        ("tests/ops/experts/test_routing.py::test_statistics",),
+    ),
+    Mutant(
+        "ops/experts/dispatch.py",
+        "dispatch.capacity(experts_Nk.size,",
+        "dispatch.capacity(len(experts_Nk),",
+        (
+            "tests/ops/experts/test_expert_meshes.py::"
+            "test_a_device_computes_up_to_the_capacity_of_its_tokens[ep4-tokens-plain]",
+        ),
+    ),
     Mutant(
         "ops/positions.py", "(rotary.base ** exponents.astype(np.float64)).astype(np.float32)", "rotary.base**exponents"
     ),
     Mutant("models/head.py", "exps_BtC * scale_Bt[..., None] -", "exps_BtC * scale_Bt[..., None] * 0.9999 -"),
+    # the key of position 0 is not seen
+    Mutant(
+        "ops/attend/cached.py",
+        "(distance_BTS <= positions_BT[:, :, None])",
+        "(distance_BTS < positions_BT[:, :, None])",
+        ("tests/infer/test_ring.py::test_window_plus_chunk_minus_one_positions_are_needed_and_enough",),
+    ),
+    # differs where a later part's largest logit is larger by about 88: exp overflows
+    Mutant(
+        "ops/attend/cached.py",
+        "functools.reduce(jnp.maximum, (one.max(-1, keepdims=True) for one in logits))",
+        "logits[0].max(-1, keepdims=True)",
+        ("tests/infer/test_storage.py",),
+    ),
+    # a query sees the documents before its own
+    Mutant(
+        "ops/attend/ring_blocks.py",
+        "(query.segments_BC[:, :, None] == key.segments_BS[:, None])",
+        "(query.segments_BC[:, :, None] >= key.segments_BS[:, None])",
+        ("tests/ops/test_context.py::test_outputs_and_gradients_equal_one_device[ring-cp4-segments]",),
+    ),
+    Mutant(
+        "ops/attend/ring_blocks.py",
+        "mixed * weight[..., None]",
+        "mixed",
+        ("tests/ops/test_attention_kernels.py::test_splash_on_a_mesh_is_attention[zigzag]",),
+    ),
+    Mutant(
+        "ops/attend/context.py",
+        "jnp.repeat(x, times, axis=2)",
+        "jnp.tile(x, (1, 1, times, 1))",
+        ("tests/ops/test_context.py::test_outputs_and_gradients_equal_one_device[ulysses-cp4-grouped]",),
+    ),
+    # differs where a bias makes scores negative
+    Mutant(
+        "ops/experts/routing.py",
+        "(_two_best, -jnp.inf)",
+        "(_two_best, 0.0)",
+        ("tests/ops/experts/test_routing.py",),
+    ),
+    # the share of real tokens of a device's own, not of all devices'
+    Mutant(
+        "ops/experts/routing.py",
+        "(total(jnp.float32(real_BT.size)) / jnp.maximum(total(real_BT.sum()), 1))",
+        "(jnp.float32(real_BT.size) / jnp.maximum(real_BT.sum(), 1))",
+        ("tests/train/test_packed.py::test_replicas_have_the_routers_losses_of_one_device[dp4_per_step]",),
+    ),
+    Mutant(
+        "ops/experts/dispatch.py",
+        "dropped.sum() / self._size(self.mlp)",
+        "dropped.sum()",
+        (
+            "tests/ops/experts/test_expert_meshes.py::"
+            "test_a_device_computes_up_to_the_capacity_of_its_tokens[fsdp2_ep2_tp2-tokens-plain]",
+        ),
+    ),
+    Mutant(
+        "ops/experts/dispatch.py",
+        "math.ceil(self.capacity_factor",
+        "math.floor(self.capacity_factor",
+        (
+            "tests/ops/experts/test_expert_meshes.py::"
+            "test_a_device_computes_up_to_the_capacity_of_its_tokens[ep4-tokens-plain]",
+        ),
+    ),
+    # norms and biases decay too
+    Mutant(
+        "train/optimizer.py",
+        "u + decay * p if matrix else u",
+        "u + decay * p",
+        ("tests/train/test_against_torch.py::test_losses_of_fine_tuning_are_theirs[gpt2-one]",),
+    ),
+    # of all targets, not the learned ones
+    Mutant(
+        "train/token_metrics.py",
+        "(z_loss_BT * counted_BT).sum(1) / jnp.maximum(counted_BT.sum(1), 1)",
+        "z_loss_BT.mean(1)",
+        (
+            "tests/train/test_packed.py::test_a_step_has_the_mean_over_all_learned_targets[gptj-one]",
+            "tests/train/test_packed.py::test_a_microbatch_or_a_step_may_learn_nothing",
+        ),
+    ),
+    # targets of padding are learned
+    Mutant(
+        "train/batch.py",
+        "(before == after) & (after > 0)",
+        "before == after",
+        ("tests/train/test_packed.py::test_a_step_has_the_mean_over_all_learned_targets[gptj-one]",),
+    ),
+    # keys take the first frequencies
+    Mutant(
+        "models/attention.py",
+        "x[..., ::heads]",
+        "x[..., : x.shape[-1] // heads]",
+        ("tests/models/test_jaxformer.py::test_logits",),
+    ),
+    Mutant(
+        "models/head.py",
+        "self.total * jnp.exp(self.largest - largest) +",
+        "self.total +",
+        ("tests/ops/test_gradients.py::test_the_loss_in_parts_is_the_loss",),
+    ),
+    # the step that the data does not fill is not undone
+    Mutant("data/mixture.py", "self._progress = before", "pass", ("tests/data/test_mixture.py",)),
+    # every pass has the same order
+    Mutant(
+        "data/mixture.py",
+        'f"{self._seed} {epoch} {name}"',
+        'f"{self._seed} {name}"',
+        ("tests/data/test_mixture.py",),
+    ),
+    # padding belongs to the last document
+    Mutant(
+        "sequences.py",
+        "np.zeros(count, np.int32)",
+        "np.full(count, len(lengths), np.int32)",
+        ("tests/dataset/test_packed_data_set.py",),
+    ),
+    # a tied table wins over a head that the folder has
+    Mutant(
+        "checkpoint/hf/source.py",
+        "self._stored.setdefault(row.foreign, self._stored[row.tied])",
+        "self._stored[row.foreign] = self._stored[row.tied]",
+        ("tests/checkpoint/hf/test_hf.py::test_a_tied_head_is_the_embedding_matrix",),
+    ),
+    # the biases of routers are rounded too
+    Mutant(
+        "checkpoint/hf/writer.py",
+        "stored if dtype is None or (rounds and exact(first.parameter)) else dtype",
+        "stored if dtype is None else dtype",
+        ("tests/checkpoint/hf/test_hf_deepseek.py::test_the_biases_of_routers_stay_float32",),
+    ),
+    # differs for a sequence of n equal tokens
+    Mutant(
+        "infer/sampling.py",
+        "(length_B >= n_B)[:, None]",
+        "(length_B > n_B)[:, None]",
+        ("tests/infer/test_engine.py::test_each_option_equals_its_definition_whatever_else_is_in_the_batch",),
+    ),
+    Mutant(
+        "infer/sampling.py",
+        "jnp.where(keys_BV >= smallest_B[:, None], logits_BV,",
+        "jnp.where(keys_BV > smallest_B[:, None], logits_BV,",
+        ("tests/infer/test_sampling.py",),
+    ),
+    Mutant(
+        "spec/runs.py",
+        "(runs[number].layers, number)",
+        "(runs[number].repeats, number)",
+        ("tests/spec/test_arrays.py",),
+    ),
 ]
 
 
@@ -117,7 +305,9 @@ def run(mutant: Mutant, copy: Path, python: str) -> str:
         raise SystemExit(f"{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times: mend the table of mutants")
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
-        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--changed", "HEAD"]
+        # without the marks of addopts: a named test runs whatever a default run leaves out
+        selection = ["-o", "addopts=", *mutant.tests] if mutant.tests else ["--changed", "HEAD"]
+        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection]
         environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     finally:
@@ -141,13 +331,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--draw", type=int, default=DRAWN, help="number of drawn mutants (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="of the drawn mutants (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="print the mutants and run no test")
+    parser.add_argument(
+        "--list", action="store_true", help="print the mutants with the tests that they name, and run none"
+    )
     chosen = parser.parse_args(arguments)
     mutants = [*MUTANTS, *drawn(chosen.draw, chosen.seed)]
     mutants = [one for one in mutants if not chosen.files or any(text in one.file for text in chosen.files)]
     if chosen.list:
         for one in mutants:
             sys.stdout.write(f"{one.file}: {one.old.strip()} -> {one.new.strip()}\n")
+            sys.stdout.writelines(f"    {test}\n" for test in one.tests)
         return 0
     results = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.jobs) as pool:
