@@ -5,16 +5,19 @@
     python scripts/mutants.py ring pipe    the ones whose file has one of these texts in its path
 
 Each mutant runs the tests that it names, or those that `pytest --changed HEAD` selects, up to the first that fails, in
-a copy of HEAD, without JAX's cache of programs. A mutant that survives is either equal in all numbers or a missing
-test. The last line is JSON. Exit code 1: a mutant survived.
+a copy of HEAD, without JAX's cache of programs. Its processes have 120 CPU seconds together; only Linux counts them. A
+mutant that survives is equal in all numbers, a missing test, or one that came too late. The last line is JSON. Exit
+code 1: a mutant survived.
 """
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,7 @@ PACKAGE = "mesh_transformer"
 DRAWN_FROM = ("ops/attend", "train/pipeline.py", "train/pipeline_forward.py", "ops/experts")
 DRAWN, SEED = 8, 0
 SURVIVED = "SURVIVED"
+CPU_SECONDS = 120
 
 
 class Mutant(NamedTuple):
@@ -307,21 +311,52 @@ def run(mutant: Mutant, copy: Path, python: str) -> str:
     try:
         # without the marks of addopts: a named test runs whatever a default run leaves out
         selection = ["-o", "addopts=", *mutant.tests] if mutant.tests else ["--changed", "HEAD"]
-        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection]
-        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        command = [python, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", *selection]
+        code, output = run_limited(command, copy, CPU_SECONDS)
     finally:
         path.write_text(text)
-    if done.returncode == 0:
+    if code is None:
+        ended = len(re.findall(r"::.* (?:PASSED|SKIPPED|XFAIL|XPASS)\b", output))
+        return f"{SURVIVED}: no test failed in {CPU_SECONDS} CPU s ({ended} tests ended)"
+    if code == 0:
         return SURVIVED
-    if done.returncode == 5:
+    if code == 5:
         return f"{SURVIVED}: no test is selected"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     if failed is None:
-        raise SystemExit(
-            f"the tests did not run: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
+        raise SystemExit(f"the tests did not run: exit code {code}\n{output[-4000:]}")
     return failed.group(1)
+
+
+def run_limited(command: Sequence[str], folder: Path, seconds: float) -> tuple[int | None, str]:
+    """The exit code and the output of a program; None if all its processes together took more CPU seconds."""
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while (code := child.poll()) is None and _cpu_seconds(child.pid) < seconds:
+                time.sleep(0.5)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        return code, output.read()
+
+
+def _cpu_seconds(session: int) -> float:
+    """The CPU seconds of the processes of a session, and of their children that have ended."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # the process may end before it is read
+        with contextlib.suppress(OSError):
+            # behind the name: its state, parent, group, session, ...; from 11, its own and its children's time
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main(arguments: Sequence[str]) -> int:
