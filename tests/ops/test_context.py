@@ -207,7 +207,7 @@ def test_the_order_of_zigzag_is_a_permutation(length: int) -> None:
     assert partition_of("cp4", "ring").sequence_order(length) is None
 
 
-@pytest.mark.parametrize(("mode", "mesh", "case"), covering(MODES, MESHES, CASES))
+@pytest.mark.parametrize(("mode", "mesh", "case"), covering(MODES, MESHES, CASES, pairs=True))
 def test_outputs_and_gradients_equal_one_device(mode: str, mesh: str, case: str) -> None:
     if mode == "ulysses" and mesh == "cp3":
         mesh = "cp4"
