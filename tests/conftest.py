@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
-MOST_BYTES = 3 << 29
+MOST_BYTES = 1 << 30
 LONG = ("cluster", "parallel", "pod", "runtime", "train")
 
 

@@ -140,12 +140,15 @@ class PodOfHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for i in list(self._first):
-            self.stop(i)
-        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            for i in list(self._first):
+                self.stop(i)
+            subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            # a worker that waits for it would wait for ever
+            if self._lock is not None:
+                self._lock.close()
 
     @property
     def key_file(self) -> Path:
