@@ -74,14 +74,19 @@ MUTANTS = [
         "arrays",
         ("tests/spec/test_arrays.py::test_arrays_are_the_parameters_of_the_model",),
     ),
-    Mutant("spec/flops.py", "min(one.window or seq, seq)", "seq"),
+    Mutant("spec/flops.py", "min(one.window or seq, seq)", "seq", ("tests/spec/test_flops.py",)),
     Mutant(
         "train/pipeline.py",
         "square += 2 * (dx_embed",
         "square += (dx_embed",
         ("tests/parallel/test_pipeline_meshes.py::test_training_equals_one_device",),
     ),
-    Mutant("train/pipeline.py", "at(carry.rows, slot)).sum()", "at(carry.rows, slot - 1)).sum()"),
+    Mutant(
+        "train/pipeline.py",
+        "at(carry.rows, slot)).sum()",
+        "at(carry.rows, slot - 1)).sum()",
+        ("tests/parallel/test_pipeline_meshes.py::test_training_equals_one_device",),
+    ),
     Mutant("train/experts.py", "rate * jnp.sign(1 - load(means))", "rate * jnp.sign(load(means) - 1)"),
     Mutant("train/optimizer.py", "warmup * config.lr -", "config.lr -"),
     Mutant(
@@ -99,7 +104,12 @@ MUTANTS = [
     Mutant(
         "ops/positions.py", "(rotary.base ** exponents.astype(np.float64)).astype(np.float32)", "rotary.base**exponents"
     ),
-    Mutant("models/head.py", "exps_BtC * scale_Bt[..., None] -", "exps_BtC * scale_Bt[..., None] * 0.9999 -"),
+    Mutant(
+        "models/head.py",
+        "exps_BtC * scale_Bt[..., None] -",
+        "exps_BtC * scale_Bt[..., None] * 0.9999 -",
+        ("tests/ops/test_gradients.py::test_the_loss_in_parts_is_the_loss",),
+    ),
     # the key of position 0 is not seen
     Mutant(
         "ops/attend/cached.py",
