@@ -203,6 +203,8 @@ def main() -> None:
 
     # Ctrl-C in a terminal reaches all processes; the server that drains still needs this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # libtpu lets its process ignore it, and a child would too
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # whatever Python and Jinja open at the first use; the imports above that have no other use are such too
     _import_encodings()
     render("{{ strftime_now('%c %Z') }}{{ raise_exception('') }}", {})

@@ -307,6 +307,15 @@ def test_time_memory_and_length_are_limited(kind: str) -> None:
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
 
 
+def test_the_time_is_limited_where_the_server_ignores_the_signal() -> None:
+    """libtpu lets its process ignore SIGPROF, and processes that it starts would too."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        test_time_memory_and_length_are_limited("loops")
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
 def test_the_next_text_follows_one_that_exceeded_its_limits() -> None:
     """A new process makes it, also after one that was killed while it was idle."""
     slow = "{% if messages | length > 1 %}{{ (messages | length + 7) ** (9 ** 9) }}{% endif %}{{ messages[0].content }}"
