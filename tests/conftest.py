@@ -199,17 +199,14 @@ def hub_server(_hub_server: "HubServer", tmp_path: Path) -> "Iterator[HubServer]
 
 @pytest.fixture(scope="module")
 def libtpu() -> Iterator[None]:
-    """The compiler for TPUs, without one. JAX would write its programs to the cache, but cannot read them back."""
-    import jax
+    """The compiler for TPUs, without one."""
+    from mesh_transformer.estimate.programs import without_cache
 
     reason = "libtpu is not installed: nothing was compiled for a TPU (pip install -e '.[tpu]')"
     pytest.importorskip("libtpu", reason=reason)
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
     # the variables that it needs would mislead processes of later tests
-    with mock.patch.dict(os.environ):
+    with without_cache(), mock.patch.dict(os.environ):
         yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def default_folder() -> Path:
 
 def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> Compiled:
     try:
-        with _without_cache():
+        with without_cache():
             compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -94,7 +94,7 @@ def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> Com
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """JAX writes programs for absent devices to its cache, but cannot read them back."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from support.covering import covering
 
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.estimate.hlo import collective_bytes, collectives
+from mesh_transformer.estimate.programs import without_cache
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.parallel.mesh import make_mesh
@@ -51,12 +51,8 @@ CLOSE = 5e-6
 @pytest.fixture
 def no_compile_cache() -> Iterator[None]:
     """The compiler warns only when it compiles."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+    with without_cache():
+        yield
 
 
 def partition_of(mesh: str, mode: str) -> Partition:
