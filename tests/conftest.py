@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, a compile cache and strict promotion, set before any test module imports jax."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -8,7 +9,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import golden
@@ -211,11 +212,19 @@ def libtpu() -> Iterator[None]:
 
 @pytest.fixture
 def no_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, libtpu is not installed."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else find(name, *rest)
-    )
+    """In this process, the libtpu of the environment is not installed."""
+    find, installed = importlib.util.find_spec, importlib.metadata.distributions
+
+    def others(**options: Any) -> list[importlib.metadata.Distribution]:
+        environment = Path(sys.prefix).resolve()
+        return [
+            one
+            for one in installed(**options)
+            if one.name != "libtpu" or environment not in Path(str(one.locate_file(""))).resolve().parents
+        ]
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "libtpu" else find(name, *_))
+    monkeypatch.setattr(importlib.metadata, "distributions", others)
 
 
 _MEMORY = pytest.StashKey[PeakMemory]()

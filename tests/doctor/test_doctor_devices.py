@@ -94,6 +94,7 @@ def with_tpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators, "PCI", machine / "pci")
 
 
+@pytest.mark.usefixtures("no_libtpu")
 def test_tpu_chips_without_libtpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_tpus(machine, monkeypatch)
     line, fault = findings("tpu")

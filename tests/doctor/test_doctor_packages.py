@@ -106,6 +106,7 @@ def test_a_plugin_for_another_jax(site: Path, name: str, version: str, mend: str
     assert [fault.mend for fault in problems("jax plugins")] == ([mend] if mend else [])
 
 
+@pytest.mark.usefixtures("no_libtpu")
 def test_a_jaxlib_that_does_for_a_cpu_only(site: Path) -> None:
     jax_of(site)
     write_package(site, "jaxlib", "0.10.1")
