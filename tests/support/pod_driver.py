@@ -96,7 +96,9 @@ class PodDrivers:
         of_workers = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
         own = {**self.gcs.environment(), **self.api.environment()}
         prefix = [*self.hosts.driver_prefix(**own), "env", "-C", str(folder)]
-        given = [*TARGET_ARGUMENTS, "--environment", sys.prefix, *of_workers, *arguments]
+        # the hosts have fewer devices than the slice
+        fit = ["--no-preflight"] if program == "train.py" else []
+        given = [*TARGET_ARGUMENTS, "--environment", sys.prefix, *of_workers, *fit, *arguments]
         driver = Driver(folder, *given, prefix=prefix, program=program)
         try:
             yield driver
