@@ -16,7 +16,6 @@ DAILY = [
     "docs/evaluate.md",
     "docs/experts.md",
     "docs/library.md",
-    "docs/preflight.md",
 ]
 # each takes 40 to 160 s of CPU
 NIGHTLY = [

@@ -83,6 +83,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/parallelism.md", "python benchmarks/parallel.py"): BENCHMARK,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v3-8"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
+    ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v5e-16"): LIBTPU,
     ("docs/preflight.md", "python preflight.py --config configs/6B_roto_256.json --tpu v3-8"): LIBTPU,
     ("docs/preflight.md", "python scripts/preflight_table.py"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/bounds.py"): LIBTPU,

@@ -191,6 +191,8 @@ def _become(
     sys.argv = arguments
     paths = environment.get("PYTHONPATH")
     sys.path[:1] = [os.path.dirname(arguments[0]), *(paths.split(os.pathsep) if paths else ())]
+    # an editable installation adds its folder, if PYTHONPATH has not
+    sys.path[:] = dict.fromkeys(sys.path)
     # random does this itself
     sys.modules["numpy"].random.seed()
     return arguments[0]
