@@ -46,9 +46,11 @@ def program(folder: Path, text: str, *arguments: str, fresh: bool = False, **env
     path = folder / "program.py"
     path.write_text(text)
     kind = subprocess.Popen if fresh else functools.partial(Forked, fork_server())
+    # libtpu lets the worker ignore two signals, and a new process would too
+    signals = ["env", "--default-signal"] if fresh else []
     variables = {**fork_server().environment, **environment}
     return kind(
-        [sys.executable, str(path), *arguments], cwd=folder, env=variables, text=True,
+        [*signals, sys.executable, str(path), *arguments], cwd=folder, env=variables, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
