@@ -344,6 +344,13 @@ def _barrier(*, key: str, timeout_ms: int) -> None:
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        """False: the trainer decides when to save. After a preemption Orbax subtracts the time of the step before,
+        which `lightweight_initialize` does not read (TypeError)."""
+        return False
+
+
 def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
     """The manager that writes the steps under `root` and deletes the steps that need not be kept."""
     policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
@@ -367,4 +374,4 @@ def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpo
         "manifest": ocp.JsonCheckpointHandler(),
         FOLDER: _FilesHandler(),
     }
-    return ocp.CheckpointManager(root, options=options, item_handlers=handlers)
+    return _Manager(root, options=options, item_handlers=handlers)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental import multihost_utils
 from support.commands import TESTS
 from support.states import abstract, assert_equal, mesh, read_part, shardings, state, tp8
 
@@ -159,6 +160,14 @@ def test_extra_that_is_not_json_is_refused_before_the_save(tmp_path: Path) -> No
     store.save(1, state(1), {})
     store.close()
     assert sorted(os.listdir(tmp_path)) == ["step_1"]
+
+
+def test_the_first_save_after_a_resume_may_be_for_a_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of one job agree on the step before which they stop, and Orbax asks whether it is this one."""
+    write(tmp_path, 1)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: True)
+    write(tmp_path, 2)
+    assert CheckpointStore(str(tmp_path), read_only=True).steps() == [1, 2]
 
 
 def test_a_read_only_or_closed_store_does_not_save(tmp_path: Path) -> None:
