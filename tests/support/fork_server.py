@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[2]
+# Before a command line. libtpu lets its process ignore SIGHUP and SIGPROF, and a child would too.
+DEFAULT_SIGNALS = ("env", "--default-signal")
 # what the commands import when they have read their arguments. Not modules that read XDG_CACHE_HOME, such as
 # huggingface_hub: each command has its own
 MODULES = (
@@ -55,8 +57,8 @@ class ForkServer:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(other.fileno())], env=own, cwd=REPO, pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                [*DEFAULT_SIGNALS, sys.executable, __file__, str(other.fileno())], env=own, cwd=REPO,
+                pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
         atexit.register(self.close)
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import REPO, TESTS, finish, fork_server
-from support.fork_server import Forked
+from support.fork_server import DEFAULT_SIGNALS, Forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server needs Linux")
 
@@ -46,11 +46,9 @@ def program(folder: Path, text: str, *arguments: str, fresh: bool = False, **env
     path = folder / "program.py"
     path.write_text(text)
     kind = subprocess.Popen if fresh else functools.partial(Forked, fork_server())
-    # libtpu lets the worker ignore two signals, and a new process would too
-    signals = ["env", "--default-signal"] if fresh else []
     variables = {**fork_server().environment, **environment}
     return kind(
-        [*signals, sys.executable, str(path), *arguments], cwd=folder, env=variables, text=True,
+        [*(DEFAULT_SIGNALS if fresh else ()), sys.executable, str(path), *arguments], cwd=folder, env=variables, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
