@@ -48,8 +48,8 @@ def program(folder: Path, text: str, *arguments: str, fresh: bool = False, **env
     kind = subprocess.Popen if fresh else functools.partial(Forked, fork_server())
     variables = {**fork_server().environment, **environment}
     return kind(
-        [*(DEFAULT_SIGNALS if fresh else ()), sys.executable, str(path), *arguments], cwd=folder, env=variables, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*(DEFAULT_SIGNALS if fresh else ()), sys.executable, str(path), *arguments], cwd=folder, env=variables,
+        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
