@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, a compile cache and strict promotion, set before any test module imports jax."""
 
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -135,6 +136,8 @@ def _limit_memory() -> Iterator[None]:
     if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES:
         sys.modules["jax"].clear_caches()
         gc.collect()
+        # glibc keeps what was freed
+        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,13 @@ MESHES = {
     "interleaved_pp2_ep2": ["mesh.pp=2", "mesh.ep=2", "mesh.schedule=interleaved"],
 }
 DAILY = [
-    "dp2_ep2_gather",
+    "interleaved_pp2_ep2",
     "dp2_ep4",
     "fsdp2_ep2_tp2",
     "pp2_ep2_tp2",
     "cp2_ep2_tp2",
     "dp2_ep2_zero1",
-    "interleaved_pp2_ep2",
+    "dp2_ep2_gather",
 ]
 FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "jaxformer"]
 CHANGES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.builders import TINY
+from support.covering import covering
 from support.replicas import OWN, sequences_over_tp
 
 from mesh_transformer.accelerators import ACCELERATORS
@@ -76,12 +77,13 @@ def test_the_forward_pass_of_a_layer_sums_one_activation_over_tp():
     assert [(array.dtype, array.size) for array in one.arrays] == [("bf16", 8 * 128 * 256)]
 
 
+@pytest.mark.nightly
 def test_the_collective_check_can_fail():
     """Sequence parallelism replaces the sum by a gather and a scatter, and the check detects it."""
     assert {one.kind for one in _forward("mesh.shard_activations=true")} != {"all-reduce"}
 
 
-@pytest.mark.parametrize("name", ["v5e-8", "v4-8"])
+@pytest.mark.parametrize("name", covering(["v5e-8", "v4-8"], daily=(["v5e-8"],)))
 def test_overlapped_permutes_run_during_products(name):
     """The activations of a layer travel only in permutes, and products lie between start and end of most of them."""
     tp = 4 if name == "v4-8" else 8
@@ -140,7 +142,7 @@ def test_heads_are_rotated_by_a_product_and_gradients_of_biases_are_sums():
     assert re.search(r"/cond/branch_\d_fun/reduce_sum", hlo)
 
 
-@pytest.mark.parametrize("name", ["v3-8", "v5e-8"])
+@pytest.mark.parametrize("name", covering(["v3-8", "v5e-8"], daily=(["v5e-8"],)))
 def test_a_replica_gathers_and_scatters_its_own_sequences(name):
     mesh = ("mesh.fsdp=4", "mesh.tp=2", "mesh.shard_activations=true", "mesh.overlap_tp=false")
     hlo = _small(name, *mesh, "model.layers=2", f"data.batch_size={4 * OWN}").as_text()
@@ -162,12 +164,13 @@ def test_fsdp_gathers_one_matrix_of_one_layer_at_a_time(name):
     assert max(sizes) <= WIDEST
 
 
+@pytest.mark.nightly
 def test_the_gather_check_can_fail():
     """One gather per step gathers the matrices of all layers, and the check detects it."""
     assert max(_gathered("v4-8", "mesh.gather_weights=per_step")) == SMALL["model"]["layers"] * WIDEST
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", covering(MESHES, daily=(["v4-8"],)))
 def test_a_serving_program_sums_one_activation_a_layer_and_donates_its_cache(name):
     devices, slots = slice_devices(name), 4
     config = parse_config(SMALL, [f"mesh.tp={len(devices)}"])
@@ -208,9 +211,7 @@ def test_the_compiler_refuses_two_layers_more():
         _compile(load_config(str(CONFIG), ["model.layers=30"]))
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("v4-32", "v5e-16")), "v6e-16"]
-)
+@pytest.mark.parametrize("name", covering(["v4-32", "v5e-16", "v6e-16"], daily=(["v6e-16"],)))
 def test_a_step_compiles_for_several_hosts(name):
     """On the mesh of configs/1.3B.json, for which JAX's own `make_mesh` finds no order of a v6e-16."""
     assert _small(name, "mesh.fsdp=4", "mesh.tp=2").as_text()
@@ -262,7 +263,7 @@ def _between_slices(name: str, *overrides: str) -> list[Collective]:
     return [one for one in collectives(hlo) if one.between_slices]
 
 
-@pytest.mark.parametrize("name", ["v4-8", "v5e-4"])
+@pytest.mark.parametrize("name", covering(["v4-8", "v5e-4"], daily=(["v5e-4"],)))
 def test_gradients_cross_slices_once_a_step(name):
     """In float32, all of them, and the metrics: each device has a part of a matrix."""
     found = _between_slices(name)
@@ -273,6 +274,7 @@ def test_gradients_cross_slices_once_a_step(name):
     assert 4 * matrices / 4 <= sum(one.nbytes for one in found) < 1.1 * 4 * matrices / 4
 
 
+@pytest.mark.nightly
 def test_the_check_of_slices_can_fail():
     """With a sum in each microbatch, gradients cross in the loops."""
     assert [one for one in _between_slices("v4-8", "mesh.sum_gradients=per_microbatch") if one.loops]

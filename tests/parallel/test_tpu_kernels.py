@@ -70,7 +70,11 @@ def test_splash_compiles(case: str) -> None:
 @pytest.mark.parametrize(
     ("remat", "forward"),
     # full keeps the inputs of blocks only: the output of attention is computed again
-    [("none", 1), ("save_attn", 1), ("save_matmuls", 1), ("full", 2)],
+    [
+        *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in ("none", "save_matmuls")),
+        ("save_attn", 1),
+        ("full", 2),
+    ],
 )
 def test_a_layer_of_a_training_step_has_one_forward_kernel(remat: str, forward: int) -> None:
     config = parse_config(TINY, [*SMALL, f"compute.remat={remat}"])

@@ -166,7 +166,10 @@ def assert_written(workspace: Workspace, command: Command, arrays: Arrays, copy:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", covering(["slim", *COMMANDS]))
+# one for each writer
+@pytest.mark.parametrize(
+    "name", covering(["slim", *COMMANDS], daily=(["to classic", "Hugging Face to native", "to Hugging Face"],))
+)
 def test_a_command_is_interrupted_killed_and_repeated(
     workspace: Workspace, sources: tuple[Path, Arrays], interruptible: None, name: str
 ) -> None:

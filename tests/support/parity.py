@@ -20,7 +20,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gptj_learned": {**TINY["model"], **_CUT, "pe": "fixed"},
     **{name: {**model, **_CUT} for name, model in MODELS.items()},
 }
-STEPS, ROWS = 20, 4
+STEPS, ROWS = 4, 4
 # of models with experts: the fewer tokens, the fewer have nearly equal scores for two experts (`ties`)
 FEW_STEPS, SEEDS = 2, 30
 # few tokens, so that the gradients of all sequences have much in common: the noise scale is then well conditioned

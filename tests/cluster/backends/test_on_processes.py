@@ -74,8 +74,10 @@ def test_streamed_batches_and_the_end_of_the_driver(tmp_path, straight, environm
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("mesh", "read_by"),
-    [({"pp": 2, "fsdp": 2, "tp": 2}, "host"), ({"cp": 2, "tp": 4}, "driver")],
-    ids=["pp", "cp"],
+    [
+        pytest.param({"pp": 2, "fsdp": 2, "tp": 2}, "host", id="pp"),
+        pytest.param({"cp": 2, "tp": 4}, "driver", id="cp", marks=pytest.mark.nightly),
+    ],
 )
 def test_processes_that_read_the_same_rows(tmp_path, environment, mesh, read_by):
     """Two processes of four devices differ in pp or cp alone. One is killed; the run equals that of one device."""
@@ -141,7 +143,7 @@ def test_a_user_error_ends_the_run_at_once(tmp_path, environment, change, code, 
     ("phase", "held_import"),
     [
         ("start", "mesh_transformer.runtime.training.trainer"),
-        ("evaluate", "mesh_transformer.runtime.evaluation.adaptor"),
+        pytest.param("evaluate", "mesh_transformer.runtime.evaluation.adaptor", marks=pytest.mark.nightly),
     ],
 )
 def test_a_hanging_start_and_a_slow_one(tmp_path, straight, environment, phase, held_import):

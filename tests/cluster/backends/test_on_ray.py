@@ -175,6 +175,7 @@ def _recovered(run, what, since):
     sys.stdout.write(f"{what}: the next step {again - since:.1f} s later\n")
 
 
+@pytest.mark.nightly
 def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_environment):
     """A driver that starts soon continues with the running workers. Later, the workers have saved and ended. No step is
     lost."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.nightly]
 
 
 def test_the_same_numbers_on_a_ray_cluster(evaluated, ray_nodes):

@@ -98,8 +98,8 @@ def test_greedy_continuations_are_known_as_such(our_model, their_lm):
     assert not all(flag for _, flag in our)
 
 
-def test_one_row_at_a_time_gives_the_same_flags(our_model, their_scores, tokenizer):
-    requests = their_scores[0][::9]
+def test_one_row_at_a_time_gives_the_same_flags(questions, tokenizer):
+    requests = questions.requests()["loglikelihood"][::9]
     model = gpt2_model()
     params = hf.random_params(model)
     scores = []

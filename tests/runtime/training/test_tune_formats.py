@@ -81,7 +81,9 @@ def test_a_run_of_2021_goes_on_on_eight_devices(tmp_path: Path, original: Path) 
     assert state.counts == (6, 6, 6)
 
 
-@pytest.mark.parametrize("options", [[], ["--fresh-opt"]], ids=["slim", "fresh-opt"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], id="slim"), pytest.param(["--fresh-opt"], id="fresh-opt", marks=pytest.mark.nightly)]
+)
 def test_no_moments_or_fresh_ones(tmp_path: Path, original: Path, options: list[str]) -> None:
     expected = golden(original, "mp1/f32/train")
     prepare(tmp_path, original, expected["tokens"], total_steps=1)
