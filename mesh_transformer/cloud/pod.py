@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,13 +147,12 @@ class Pod:
             raise UserError(
                 f"no file of known hosts {access.known_hosts}: create it, because unknown hosts are rejected"
             )
-        open_connections: list[Any] = []
+        connections: list[Any] = []
         interrupted = threading.Event()
 
         def work(host: Host) -> Outcome:
             try:
-                with ssh.connected(host, access) as connection:
-                    open_connections.append(connection)
+                with ssh.connected(host, access, connections.append) as connection:
                     if interrupted.is_set():
                         return Outcome(host, None, error="interrupted")
                     return action(connection, host)
@@ -161,8 +160,9 @@ class Pod:
                 return ssh.outcome_of(error, host, access)
 
         with ThreadPoolExecutor(max_workers=min(len(hosts), MAX_THREADS) or 1) as pool:
-            futures = [pool.submit(work, host) for host in hosts]
+            futures: list[Future[Outcome]] = []
             try:
+                futures.extend(pool.submit(work, host) for host in hosts)
                 return [future.result() for future in futures]
             except BaseException:
                 # Ctrl-C ends the threads; their commands may continue on the hosts
@@ -170,7 +170,9 @@ class Pod:
                 pool.shutdown(wait=False, cancel_futures=True)
                 while not all(future.done() for future in futures):
                     # repeated, because fabric reopens a closed connection
-                    for connection in list(open_connections):
+                    for connection in list(connections):
+                        # while it opens, `connection.close` does nothing
+                        connection.client.close()
                         connection.close()
                     time.sleep(0.1)
                 raise

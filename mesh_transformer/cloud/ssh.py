@@ -15,8 +15,8 @@ DROPPED = -1
 
 
 @contextmanager
-def connected(host: Host, access: Access) -> Iterator[Any]:
-    """An open `fabric.Connection`."""
+def connected(host: Host, access: Access, begin: Callable[[Any], None]) -> Iterator[Any]:
+    """An open `fabric.Connection`. `begin` gets it before it opens, so that another thread can close it."""
     import fabric
     import paramiko
 
@@ -38,6 +38,7 @@ def connected(host: Host, access: Access) -> Iterator[Any]:
     connection.client.load_host_keys(access.known_hosts)
     # fabric's default accepts any host
     connection.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    begin(connection)
     try:
         connection.open()
         # unconfirmed packets end the connection; otherwise a lost network is noticed after minutes

@@ -1,11 +1,15 @@
 """Unknown hosts are rejected before anything is sent to them. The host is a real SSH server on loopback."""
 
 import contextlib
+import dataclasses
+import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +121,16 @@ def test_an_unknown_or_changed_host_is_rejected(running: Running, access: Access
         assert "Host key verification failed" in done.stderr
     assert running.server.seen == []
     assert path.read_text() == before, "a key was added"
+
+
+def test_ctrl_c_does_not_wait_for_a_host_that_does_not_answer(access: Access) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        slow = dataclasses.replace(access, port=silent.getsockname()[1], connect_timeout_s=60)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            Pod((Host(0, "127.0.0.1"),), slow).run("a command")
+        assert time.monotonic() - began < 10
 
 
 def test_a_known_host_is_accepted(running: Running, access: Access) -> None:

@@ -47,7 +47,7 @@ def local_pod(homes: list[Path], monkeypatch: pytest.MonkeyPatch) -> Pod:
     """A pod with a host for each home folder, which it creates."""
 
     @contextlib.contextmanager
-    def connected(host: Host, _: Access) -> Iterator[LocalConnection]:
+    def connected(host: Host, *_: object) -> Iterator[LocalConnection]:
         yield LocalConnection(homes[host.worker_id])
 
     monkeypatch.setattr(ssh, "connected", connected)
