@@ -44,7 +44,9 @@ print(random.random(), numpy.random.rand(), file=sys.stderr)
 def program(folder: Path, text: str, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen[str]:
     """Start a program, given as text, as a fork or in a new interpreter."""
     path = folder / "program.py"
-    path.write_text(text)
+    # a program before this one may be about to read it
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
     kind = subprocess.Popen if fresh else functools.partial(Forked, fork_server())
     variables = {**fork_server().environment, **environment}
     return kind(

@@ -118,6 +118,10 @@ def test_a_request_that_takes_too_long_is_ended():
         error = refusal(server.post({"prompt": "a", "max_tokens": 60, "ignore_eos": True}), 504)
         assert 0.4 <= time.monotonic() - began < 2
         assert "0.4 seconds" in error["message"]
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error():
+    with serve(slots=1, delay=0.1, timeout_s=2) as server:
         with server.client.stream(
             "POST",
             "/v1/completions",
