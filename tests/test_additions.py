@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 from support.array_source import ArraySource
 from support.builders import program
+from support.covering import covering
 from support.engines import complete, engine_of
 
 from mesh_transformer.accelerators import ACCELERATORS, Accelerator
@@ -204,8 +205,7 @@ def period_logits(params: Any, tokens: jax.Array) -> jax.Array:
 PLAIN = {"added": added_logits, "period": period_logits}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("family", "mesh"), covering(MODELS, MESHES))
 def test_two_steps_equal_a_plain_function(family: str, mesh: str) -> None:
     run, state, losses = run_of(family, mesh), begun(family, mesh), []
     for tokens in TOKENS:

@@ -59,6 +59,7 @@ def test_weights_are_not_transposed_to_be_divided_into_heads() -> None:
     assert not TRANSPOSED.search(compiled(SLOTS)["decode"])
 
 
+@pytest.mark.nightly
 def test_the_checks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scatter of all heads of a position writes the cache of other platforms."""
     monkeypatch.setattr(storage, "_STORAGES", {})

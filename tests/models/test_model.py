@@ -58,7 +58,7 @@ def test_the_program_does_not_grow_with_the_number_of_layers():
     assert many == few
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_program_does_not_grow_with_the_repeats_of_a_period(pp):
     """Nor with those of a stage: each of two stages has 1, 2 or 4."""
     sizes = [lines_of_a_step(of_period(repeats, f"mesh.pp={pp}", devices=pp)) for repeats in (2, 4, 8)]
