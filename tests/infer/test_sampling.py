@@ -4,10 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.sampling_reference import kept_tokens
+from support.sampling_reference import kept_tokens, penalised
 
 from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, OPTIONS, SamplingParams
-from mesh_transformer.infer.sampling import OptionVectors, keep_most_likely, most_likely, sample
+from mesh_transformer.infer.sampling import (
+    OptionVectors,
+    PenaltyInputs,
+    keep_most_likely,
+    most_likely,
+    penalise,
+    sample,
+)
 
 
 def _options(n: int, **options: float) -> OptionVectors:
@@ -47,6 +54,23 @@ def test_draws_follow_the_filtered_distribution():
     # four standard errors of a fraction of at most 0.75 in 4000 samples
     np.testing.assert_allclose(share, weights / weights.sum(), atol=4 * np.sqrt(0.25 / n))
     assert share[3] == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [[5], [5, 5], [5, 5, 5], [1, 2, 1], [1, 2, 3, 1, 2], [1, 2, 3]], ids=str)
+def test_repeated_ngrams_are_excluded(tokens, n):
+    """Also where the sequence is one n-gram of equal tokens, as in transformers."""
+    expected = penalised(np.zeros(8, np.float32), tokens, 0, SamplingParams(no_repeat_ngram_size=n))
+    # of a longer sequence before it
+    padded = np.full((1, 12), 5, np.int32)
+    padded[0, : len(tokens)] = tokens
+    inputs = PenaltyInputs(
+        rows_B=jnp.zeros(1, jnp.int32), length_B=jnp.full(1, len(tokens), jnp.int32), early_B=jnp.zeros(1, bool),
+        end_BE=jnp.full((1, 1), -1, jnp.int32), biased_B=jnp.zeros(1, bool), bias_NV=jnp.zeros((1, 8)),
+        tokens_NS=jnp.asarray(padded), in_prompt_NV=jnp.zeros((1, 8), bool), counts_NV=jnp.zeros((1, 8), jnp.int32),
+    )  # fmt: skip
+    found = penalise(jnp.zeros((1, 8)), _options(1, no_repeat_ngram_size=n), inputs)
+    np.testing.assert_array_equal(found, expected[None])
 
 
 def test_temperature_zero_is_greedy_beside_others_that_are_not():

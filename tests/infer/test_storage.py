@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import families
@@ -14,7 +15,7 @@ from support.covering import covering
 from support.engines import complete, engine_of, prompt_of
 
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.ops.attend import storage
+from mesh_transformer.ops.attend import cached, storage
 
 SEQ, CHUNK = 64, 16
 # keys and values; a bias of positions; rings beside whole layers, and shared keys; latents, and experts
@@ -34,6 +35,13 @@ def tiny(family: str, mesh: str) -> tuple[Any, Any]:
     devices, *overrides = MESHES[mesh]
     run = program({**TINY, "model": MODELS[family]}, f"model.seq={SEQ}", *overrides, devices=devices)
     return run, run.init(jax.random.key(3)).params
+
+
+def test_the_largest_logit_may_be_in_a_later_part() -> None:
+    """By more than 88, so that the exponential of the difference overflows."""
+    parts = [(jnp.full((1, 1, 2, 1), size), jnp.full((1, 1, 2, 1), size)) for size in (1.0, 300.0, 2.0)]
+    mixed = cached._attend_parts(jnp.ones((1, 1, 1, 1)), parts, jnp.ones((1, 1, 1, 6), bool), None, 1.0, None)
+    np.testing.assert_allclose(mixed, np.full((1, 1, 1, 1), 300.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("family", "mesh"), covering(MODELS, MESHES))
