@@ -4,6 +4,7 @@
 set -euo pipefail
 
 state=$1 archive=$2
+# the head's --temp-dir (cloud/head.py), which Ray's nodes take too
 ray=/tmp/ray/session_latest/logs
 more=()
 if [[ -d $ray ]]; then

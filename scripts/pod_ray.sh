@@ -10,6 +10,8 @@ set -euo pipefail
 
 READY_LINE="Ray runtime started"
 ENDED_LINE="ray ended with code"
+# Ray gives a node 30 s, whatever one sets
+BUSY_LINE="The current node timed out during startup"
 SAVED="the worker of a run has saved and exited"
 UNSAVED="the worker of a run was asked to save, and has not exited"
 READY_S=120
@@ -91,8 +93,13 @@ stop() {
     rm -f "$state/ray.pid" "$state/ray.fingerprint"
 }
 
+# whether a start in this output failed, and not because the host is busy
+failed() {
+    (($(grep -c "$ENDED_LINE" <<<"$1") > $(grep -c "$BUSY_LINE" <<<"$1")))
+}
+
 start() {
-    local fingerprint=$1 mark deadline
+    local fingerprint=$1 mark deadline output
     shift
     if running && [[ $(cat "$state/ray.fingerprint" 2>/dev/null) == "$fingerprint" ]]; then
         echo "ray is up"
@@ -103,11 +110,11 @@ start() {
     # 9>&-: the supervisor does not inherit the lock
     setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1 9>&-
     deadline=$((SECONDS + READY_S))
-    until tail -c "+$((mark + 1))" "$log" | grep -q "$READY_LINE"; do
-        # a first start that fails is reported, not repeated
-        if ((SECONDS >= deadline)) || tail -c "+$((mark + 1))" "$log" | grep -q "$ENDED_LINE"; then
+    until output=$(tail -c "+$((mark + 1))" "$log") && grep -q "$READY_LINE" <<<"$output"; do
+        # a start that fails is reported, not repeated; on a busy host the supervisor tries again
+        if ((SECONDS >= deadline)) || failed "$output"; then
             echo "ray did not start:" >&2
-            tail -c "+$((mark + 1))" "$log" | tail -n 20 >&2
+            tail -n 20 <<<"$output" >&2
             stop
             exit 1
         fi

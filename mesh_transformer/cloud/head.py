@@ -23,6 +23,8 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 5,
 }
 START_S = 180.0
+# All nodes take the head's: a TMPDIR of the driver need not exist on the hosts. scripts/pod_logs.sh reads it.
+TEMPORARY = "/tmp/ray"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def start(folder: str, address: str, port: int = 6379, arguments: tuple[str, ...
     _create_token(head.token_file)
     command = [
         _ray(), "start", "--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false",
-        "--disable-usage-stats", "--num-cpus=0", f"--system-config={json.dumps(HEALTH_CHECKS)}", *arguments,
+        "--disable-usage-stats", "--num-cpus=0", f"--temp-dir={TEMPORARY}",
+        f"--system-config={json.dumps(HEALTH_CHECKS)}", *arguments,
     ]  # fmt: skip
     token = read_token(head.token_file)
     fingerprint = hashlib.sha256(f"{command}{token}".encode()).hexdigest()[:16]

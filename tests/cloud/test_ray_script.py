@@ -1,5 +1,6 @@
 """scripts/pod_ray.sh with a replacement for Ray: the workers of a run when their node restarts."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from mesh_transformer.cloud.launch import WORKER_LINE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pod_ray.sh"
-
+BUSY = "The current node timed out during startup"
 # a node with an agent, which starts a worker in another session, as the real agents do
 NODE = """
 import subprocess, sys, time
@@ -64,6 +65,29 @@ def start(pod_ray, folder, *, saving_s=1):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return command, mark
+
+
+def test_a_busy_host_gets_a_second_start(pod_ray, tmp_path):
+    """Ray ends a node that needs more than 30 s."""
+    slow = f"test -e slow || {{ touch slow; echo 'Exception: {BUSY}. This could happen'; exit 1; }}"
+    command = ["env", "-C", str(tmp_path), "bash", "-c", f"{slow}; echo Ray runtime started; sleep 600"]
+    assert pod_ray("start", "one", *command) == "ray started\n"
+
+
+def test_another_reason_is_told_at_once(pod_ray, tmp_path):
+    command = ["env", "-C", str(tmp_path), "bash", "-c", "touch -- begun-$RANDOM; echo no memory; exit 3"]
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        pod_ray("start", "one", *command)
+    assert "no memory" in failure.value.stderr
+    assert "ray ended with code 3" in failure.value.stderr
+    assert len(list(tmp_path.glob("begun-*"))) == 1
+
+
+def test_the_reason_is_rays():
+    node = importlib.util.find_spec("ray._private.node")
+    assert node is not None
+    assert node.origin is not None
+    assert BUSY in Path(node.origin).read_text()
 
 
 def test_the_same_command_leaves_the_worker_alone(pod_ray, tmp_path):

@@ -65,6 +65,8 @@ class Driver:
     def python(self, program: str, timeout_s: float = 120) -> str:
         variables = {
             "PYTHONPATH": str(REPO),
+            # the hosts have no such folder
+            "TMPDIR": str(self.folder.parent),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": self.token_file,
         }

@@ -13,9 +13,9 @@ from mesh_transformer.logs import Progress, log, step_summary
 _LOG_LEVEL = re.compile(r"^\d\d:\d\d:\d\d ([A-Z]) ")
 # a message of the C++ of XLA and JAX (absl); its further lines have no such beginning
 _OF_CPP = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] |WARNING: All log messages before absl::")
-# other lines that libraries write: Gloo, whose threads may mix their lines, and Orbax when a run is preempted
+# other lines that libraries write: parts of Gloo's, because its threads mix their lines, and Orbax's at a preemption
 _OF_LIBRARIES = re.compile(
-    r"\[Gloo\] |\d+ is connected to \d+ peer ranks|"
+    r"\[Gloo\] |(Rank|\d|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\s)*$|"
     r"\d\d:\d\d:\d\d [A-Z] \[process=\d+\]\[thread=\S+\] Reached preemption sync point"
 )
 _OF_PYTHON = re.compile(r"Traceback \(most recent|Fatal Python error|Exception ignored|wandb: ")

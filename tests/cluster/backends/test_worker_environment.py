@@ -69,6 +69,9 @@ def test_lines_of_workers(slices: int, shown: str, capsys: pytest.CaptureFixture
 OUTPUT = """\
 [Gloo] Rank [Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+ peer ranks. Expected number of connected peer ranks is : 0
+3
+
 01:26:03 I 872,640 parameters
 W1125 01:26:57.748565   20908 preemption_notifier.cc:90] SIGTERM caught at 2026-11-25T01:26:57.748563892+00:00
 01:27:18 W [process=0][thread=save_finalize] Reached preemption sync point, step=2
@@ -106,7 +109,7 @@ def test_lines_of_libraries_need_verbose(worker_id: int, capsys: pytest.CaptureF
         '  File "a.py", line 1, in <module>',
     ]
     # a message may arrive in parts
-    assert shown(Display(), lines[:8], lines[8:]) == expected[worker_id:]
+    assert shown(Display(), lines[:11], lines[11:]) == expected[worker_id:]
     assert shown(Display(verbose=True), lines) == OUTPUT.splitlines()
 
 
