@@ -22,8 +22,7 @@ from support.faults import EVERY, FAULTS, SLICE_PREEMPTED, Recovery, kill_driver
 from support.hosts import PodOfHosts
 from support.pod_driver import PodDrivers, pod_drivers
 
-# the tests share a run, and there is one pod
-pytestmark = [pytest.mark.faults, pytest.mark.multiprocess, pytest.mark.xdist_group("pod")]
+pytestmark = [pytest.mark.faults, pytest.mark.multiprocess]
 STEPS = 4 * EVERY
 DETECTION_S = 30
 END_S = 240
