@@ -181,10 +181,7 @@ MUTANTS = [
         "train/token_metrics.py",
         "(z_loss_BT * counted_BT).sum(1) / jnp.maximum(counted_BT.sum(1), 1)",
         "z_loss_BT.mean(1)",
-        (
-            "tests/train/test_packed.py::test_a_step_has_the_mean_over_all_learned_targets",
-            "tests/train/test_packed.py::test_a_microbatch_or_a_step_may_learn_nothing",
-        ),
+        ("tests/train/test_token_metrics.py",),
     ),
     # targets of padding are learned
     Mutant(
@@ -241,7 +238,7 @@ MUTANTS = [
         "infer/sampling.py",
         "(length_B >= n_B)[:, None]",
         "(length_B > n_B)[:, None]",
-        ("tests/infer/test_engine.py::test_each_option_equals_its_definition_whatever_else_is_in_the_batch",),
+        ("tests/infer/test_sampling.py",),
     ),
     Mutant(
         "infer/sampling.py",
@@ -253,7 +250,7 @@ MUTANTS = [
         "spec/runs.py",
         "(runs[number].layers, number)",
         "(runs[number].repeats, number)",
-        ("tests/spec/test_arrays.py",),
+        ("tests/spec/test_runs.py",),
     ),
 ]
 
