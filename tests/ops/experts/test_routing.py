@@ -33,8 +33,8 @@ def choices(router: Router, logits: np.ndarray, bias: np.ndarray | None) -> tupl
 )
 def test_choices(scores: str, normalize: bool, grouped: str, biased: bool) -> None:
     # DeepSeek-V2 has no bias: experts that are not in its groups have the score 0, above those with a negative bias.
-    # DeepSeek-V3's have -inf.
-    bias = (np.abs(BIAS) if grouped == "max" else BIAS) if biased else None
+    # DeepSeek-V3's have -inf: here all scores are negative.
+    bias = (np.abs(BIAS) if grouped == "max" else BIAS - 3) if biased else None
     groups = {} if grouped == "no" else {"groups": 4, "top_groups": 2, "group_score": grouped}
     router = Router(scores=scores, chosen=3, normalize=normalize, eps=1e-3, scale=2.5, **groups)
     found = jax.jit(lambda logits: route(router, logits, None if bias is None else jnp.asarray(bias)))(LOGITS)
