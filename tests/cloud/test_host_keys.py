@@ -125,12 +125,12 @@ def test_an_unknown_or_changed_host_is_rejected(running: Running, access: Access
 
 def test_ctrl_c_does_not_wait_for_a_host_that_does_not_answer(access: Access) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        slow = dataclasses.replace(access, port=silent.getsockname()[1], connect_timeout_s=60)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        began = time.monotonic()
+        slow = dataclasses.replace(access, port=silent.getsockname()[1], connect_timeout_s=600)
+        pod, began = Pod((Host(0, "127.0.0.1"),), slow), time.monotonic()
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            Pod((Host(0, "127.0.0.1"),), slow).run("a command")
-        assert time.monotonic() - began < 10
+            pod.run("a command")
+        assert time.monotonic() - began < 60
 
 
 def test_a_known_host_is_accepted(running: Running, access: Access) -> None:

@@ -38,7 +38,7 @@ TRAINING = {
     "data": {"batch_size": 8},
 }
 MESHES = {"pp2_fsdp2_tp2": ["mesh.pp=2", "mesh.fsdp=2", "mesh.tp=2"]}
-# a change of 1e-5 of the logits of its routers changes no choice of an expert in 20 steps (support.ties)
+# a change of 1e-5 of the logits of its routers changes no choice of an expert in these steps (support.ties)
 SEED = 1
 
 
