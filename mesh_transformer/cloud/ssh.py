@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,11 +60,14 @@ def run(connection: Any, host: Host, command: str, timeout_s: float | None, *, e
         timeout_s: None: no limit.
         echo: log each line of output as it arrives.
     """
-    from invoke.exceptions import CommandTimedOut
-
     # of both streams, in order of arrival
     lines: list[str] = []
     error = None
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        connection.client.close()
 
     def take(line: str) -> None:
         lines.append(line)
@@ -72,12 +76,22 @@ def run(connection: Any, host: Host, command: str, timeout_s: float | None, *, e
 
     out, err = _LineStream(take), _LineStream(take)
     settings = {"hide": False, "warn": True, "in_stream": False, "encoding": "utf-8"}
+    # fabric's own limit looks whether its timer has ended, which may still be sending
+    timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, expire)
+    timer.daemon = True
+    timer.start()
     try:
-        code = connection.run(command, out_stream=out, err_stream=err, timeout=timeout_s, **settings).exited
-    except CommandTimedOut:
-        code, error = None, f"not done after {timeout_s:g} s; the command may still be running there"
+        code = connection.run(command, out_stream=out, err_stream=err, **settings).exited
+    except Exception:
+        if not expired.is_set():
+            raise
+        code = DROPPED
+    finally:
+        timer.cancel()
+        timer.join()
     if code == DROPPED:
-        code, error = None, "the connection was dropped; the command may still be running there"
+        reason = f"not done after {timeout_s:g} s" if expired.is_set() else "the connection was dropped"
+        code, error = None, f"{reason}; the command may still be running there"
     out.finish()
     err.finish()
     return Outcome(host, code, "".join(lines), error)

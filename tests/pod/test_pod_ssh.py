@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import paramiko
 import pytest
 from support.hosts import PodOfHosts
 
@@ -137,6 +138,20 @@ def test_network_lost_during_a_command(hosts: PodOfHosts, pod: Pod, access: Acce
 def test_time_out(pod: Pod) -> None:
     with pytest.raises(HostsFailed, match="not done after 1 s; the command may still be running there"):
         pod.run("echo begun; tail -f /dev/null", timeout_s=1)
+
+
+def test_time_out_while_the_network_is_slow(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends the command is still sending when the command's own thread learns of the end."""
+    send = paramiko.Transport._send_user_message
+
+    def send_later(transport: paramiko.Transport, message: paramiko.Message) -> None:
+        if isinstance(threading.current_thread(), threading.Timer):
+            time.sleep(1)
+        send(transport, message)
+
+    monkeypatch.setattr(paramiko.Transport, "_send_user_message", send_later)
+    with pytest.raises(HostsFailed, match="not done after 1 s"):
+        pod.run("tail -f /dev/null", [0], timeout_s=1)
 
 
 def test_files(pod: Pod, tmp_path: Path) -> None:

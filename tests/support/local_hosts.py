@@ -22,14 +22,13 @@ class LocalConnection:
     def __init__(self, home: Path):
         self._home = home
 
-    def run(self, command: str, *, out_stream: Any, err_stream: Any, timeout: float | None, **_: Any) -> Any:
+    def run(self, command: str, *, out_stream: Any, err_stream: Any, **_: Any) -> Any:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self._home,
             env={**os.environ, "HOME": str(self._home)},
             capture_output=True,
             text=True,
-            timeout=timeout,
             check=False,
         )
         out_stream.write(done.stdout)
