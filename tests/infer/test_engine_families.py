@@ -1,6 +1,6 @@
 """The engine and the scorer with each family: requests, chunks, reused prefixes, packed parameters, meshes, scores.
 
-The reference is a whole forward pass for each token. tests/models/test_against_transformers.py compares that with
+The reference is a whole forward pass for each token. tests/families/test_against_transformers.py compares that with
 transformers.
 """
 
