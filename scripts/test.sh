@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests in .venv-test, or in $VENV, which the first use creates: scripts/test.sh [pytest arguments]
-# The default run leaves out what is marked nightly, pod (it needs root), faults (it measures times and runs alone, with
-# --numprocesses=0) and fuzz; an own -m replaces this choice.
+# The default run leaves out what is marked nightly, pod (it needs root), faults (it waits long) and fuzz; an own -m
+# replaces this choice.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -16,7 +16,7 @@ from unittest import mock
 import golden
 import hypothesis
 import pytest
-from support.summary import NO_SHARED, PeakMemory, closing_lines, seconds_by_folder
+from support.summary import DEFAULT_MARKERS, NO_SHARED, PeakMemory, closing_lines, seconds_by_folder
 from support.xla import cpu_flags
 
 from mesh_transformer import cpu_devices
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from support.gcs_server import GcsServer
     from support.hub_server import HubServer
 
-pytest_plugins = ["support.changed", "support.browser"]
+pytest_plugins = ["support.recorded", "support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
 MOST_BYTES = 1 << 30
@@ -84,10 +84,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Open the devices where pytest does not capture: XLA ends the process for a flag that it does not know, and says
-    which one it is."""
-    if getattr(config.option, "numprocesses", None) or config.option.collectonly:
+    """Take all tests of files that are named but variants, and variants that are named.
+
+    Open the devices where pytest does not capture: XLA ends the process for a flag that it does not know, and says
+    which one it is.
+    """
+    option = config.option
+    if option.markexpr == DEFAULT_MARKERS and all(Path(name.partition("::")[0]).is_file() for name in config.args):
+        option.markexpr = "" if any("[" in name for name in config.args) else "not variant"
+    if getattr(option, "numprocesses", None) or option.collectonly:
         return
     import jax
 
@@ -104,6 +111,18 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders with long tests first: short ones then keep every worker busy to the end."""
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a pod to one worker: a machine has one pod at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/pod" if nodeid.startswith("tests/pod/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

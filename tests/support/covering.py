@@ -1,4 +1,4 @@
-"""The fixed part of each product of variants that every run tests. The others are marked nightly.
+"""The fixed part of each product of variants that every run tests. The others are marked nightly and variant.
 
 FAMILIES, MESHES = ["gptj", "llama"], {"fsdp": [...], "tp": [...]}
 
@@ -14,7 +14,7 @@ from allpairspy import AllPairs
 
 
 def covering(*factors: Iterable[Any], pairs: bool = False, daily: Sequence[Iterable[Any]] | None = None) -> list[Any]:
-    """The whole product of the factors, for `pytest.mark.parametrize`, all marked nightly but for a covering.
+    """The whole product of the factors, for `pytest.mark.parametrize`, all marked but for a covering.
 
     Args:
         factors: the values of each, or a dictionary, whose keys are taken. Their texts are the ids.
@@ -28,7 +28,8 @@ def covering(*factors: Iterable[Any], pairs: bool = False, daily: Sequence[Itera
         cases = {tuple(case) for case in AllPairs(covered)}
     else:
         cases = {tuple(one[row % len(one)] for one in covered) for row in range(max(map(len, covered)))}
+    rest = [pytest.mark.nightly, pytest.mark.variant]
     return [
-        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in cases else [pytest.mark.nightly])
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in cases else rest)
         for case in itertools.product(*values)
     ]

@@ -195,6 +195,8 @@ def _become(
     sys.path[:1] = [os.path.dirname(arguments[0]), *(paths.split(os.pathsep) if paths else ())]
     # an editable installation adds its folder, if PYTHONPATH has not
     sys.path[:] = dict.fromkeys(sys.path)
+    if measuring := sys.modules.get("coverage"):
+        measuring.Coverage.current().switch_context(environment.get("PYTEST_CURRENT_TEST", ""))
     # random does this itself
     sys.modules["numpy"].random.seed()
     return arguments[0]

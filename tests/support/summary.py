@@ -27,7 +27,7 @@ def closing_lines(skipped: Iterable[pytest.TestReport], markers: str) -> Iterato
     for reason, tests in reasons.most_common():
         yield f"{tests} skipped: {reason}"
     if markers == DEFAULT_MARKERS:
-        yield "not selected: tests of a pod and of faults: scripts/test.sh -m 'pod or faults' --numprocesses=0"
+        yield "not selected: tests of a pod and of faults: scripts/test.sh -m 'pod or faults'"
         yield "not selected: what runs at night: .ci/nightly"
 
 

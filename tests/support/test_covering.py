@@ -1,11 +1,13 @@
 """The choice of tests: the covering of a product, and what changed files select."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import coverage
 import pytest
 
 from support.changed import imported
@@ -17,7 +19,7 @@ FACTORS = range(7), "ab", ["x", "y", "z"]
 def _cases(*, pairs: bool) -> tuple[list, list]:
     """All cases of a product, and those of its covering."""
     params = covering(*FACTORS, pairs=pairs)
-    assert {mark.name for param in params for mark in param.marks} == {"nightly"}
+    assert {mark.name for param in params for mark in param.marks} == {"nightly", "variant"}
     return [param.values for param in params], [param.values for param in params if not param.marks]
 
 
@@ -43,34 +45,78 @@ def test_a_test_imports_through_support(repo: Path) -> None:
     assert {"tests/infer/test_ring.py", "tests/support/families.py", "mesh_transformer/families/__init__.py"} <= names
 
 
-def test_changed_files_select_importers_folders_and_parameters(repo: Path, tmp_path: Path) -> None:
-    files = {
-        "mesh_transformer/__init__.py": "",
-        "mesh_transformer/ops/__init__.py": "",
-        "mesh_transformer/ops/ring.py": "",
-        "mesh_transformer/families/gptj.py": "",
-        "tests/conftest.py": "pytest_plugins = ['support.changed']\n",
-        "tests/support/changed.py": (repo / "tests/support/changed.py").read_text(),
-        "tests/ops/test_near.py": "def test_near(): pass\n",
-        "tests/train/test_far.py": "def test_far(): pass\n",
-        "tests/train/test_user.py": "import mesh_transformer.ops.ring\ndef test_user(): pass\n",
-        "tests/train/test_each.py": "import pytest\n@pytest.mark.parametrize('f', ['gptj', 'a'])\ndef test(f): pass\n",
+FILES = {
+    "mesh_transformer/__init__.py": "",
+    "mesh_transformer/ops/__init__.py": "",
+    "mesh_transformer/ops/ring.py": "def near():\n    return 1\n\n\ndef far():\n    return 2\n",
+    "mesh_transformer/families/gptj.py": "",
+    "tests/conftest.py": "pytest_plugins = ['support.changed']\n",
+    "tests/families/test_files.py": "def test_files(): pass\n",
+    "tests/ops/test_near.py": "def test_near(): pass\n",
+    "tests/train/test_far.py": "def test_far(): pass\ndef test_line(): pass\ndef test_slow(): pass\n",
+    "tests/train/test_user.py": "import mesh_transformer.ops.ring\ndef test_user(): pass\n",
+    "tests/train/test_each.py": "import pytest\n@pytest.mark.parametrize('f', ['gptj', 'a'])\ndef test(f): pass\n",
+}
+
+
+@pytest.fixture
+def checkout(repo: Path, tmp_path: Path) -> Path:
+    """A repository with FILES, of which one commit has all."""
+    root = tmp_path / "checkout"
+    plugins = {
+        f"tests/support/{name}.py": (repo / f"tests/support/{name}.py").read_text() for name in ("changed", "recorded")
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for name, text in {**FILES, **plugins}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b", "-C", str(root)]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
+    return root
+
+
+def selected(checkout: Path, name: str, old: str = "", new: str = "x = 1\n") -> tuple[list[str], str]:
+    """The tests that a changed file selects, and the whole output. `old`: what is replaced by `new`; empty: all."""
+    (checkout / name).write_text(FILES[name].replace(old, new) if old else new)
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--changed", "HEAD", "-c", "/dev/null"]
-    command += ["--rootdir", str(tmp_path), "tests"]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": f"{tmp_path}/tests:{tmp_path}"}
+    environment = {
+        **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": f"{checkout}/tests:{checkout}",
+        "XDG_CACHE_HOME": str(checkout.parent / "cache"),
+    }  # fmt: skip
+    done = subprocess.run(
+        [*command, "--rootdir", str(checkout), "tests"], cwd=checkout, env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    (checkout / name).write_text(FILES[name])
+    return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line], done.stdout
 
-    def selected(name: str) -> list[str]:
-        (tmp_path / name).write_text("x = 1\n")
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        (tmp_path / name).write_text(files[name])
-        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
 
-    assert selected("mesh_transformer/ops/ring.py") == ["test_user", "test_near"]
-    assert selected("mesh_transformer/families/gptj.py") == ["test[gptj]"]
+def test_changed_files_select_importers_parameters_and_folders(checkout: Path) -> None:
+    tests, output = selected(checkout, "mesh_transformer/ops/ring.py")
+    assert tests == ["test_user", "test_near"]
+    assert "no records of which test runs which line" in output
+    assert selected(checkout, "mesh_transformer/families/gptj.py")[0] == ["test[gptj]", "test_files"]
+
+
+def test_changed_lines_select_the_tests_that_ran_them(checkout: Path) -> None:
+    """The nearest first, as far as five minutes go."""
+    records = checkout.parent / "cache/mesh-transformer-tests/records"
+    records.mkdir(parents=True)
+    data = coverage.CoverageData(str(records / "coverage"))
+    for test, lines in {"line (call)": [2], "slow": [6], "far": [6]}.items():
+        data.set_context(f"tests/train/test_far.py::test_{test}")
+        data.add_lines({"/another/checkout/mesh_transformer/ops/ring.py": lines})
+    data.write()
+    seconds = [["tests/train/test_far.py::test_slow", 299], ["tests/train/test_far.py::test_far", 2]]
+    (records / "seconds-1").write_text("".join(json.dumps(row) + "\n" for row in seconds))
+    tests, output = selected(checkout, "mesh_transformer/ops/ring.py", "return 1", "return 3")
+    assert tests == ["test_user", "test_near", "test_line", "test_far"]
+    assert "left out: 1 tests that run changed files too, after 300 s of CPU time" in output
+    assert selected(checkout, "mesh_transformer/ops/ring.py", "return 2", "return 3")[0][2:] == ["test_far"]
+
+
+def test_the_tests_mirror_the_package(repo: Path) -> None:
+    """So that each file of the package selects tests by its folder."""
+    for path in (repo / "mesh_transformer").rglob("*.py"):
+        folder = repo / "tests" / path.parent.relative_to(repo / "mesh_transformer")
+        assert next(folder.rglob("test_*.py"), None), f"{path.relative_to(repo)} has no tests in {folder}"
