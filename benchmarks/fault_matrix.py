@@ -8,6 +8,7 @@ metrics. The output is JSON on standard output, one line for each fault and one 
 """
 
 import contextlib
+import functools
 import re
 import sys
 import time
@@ -15,11 +16,10 @@ from dataclasses import asdict
 
 from common import emit, parser, report, say
 from support.driving import Driver, same_numbers
-from support.faults import DRIVER_KILLED, EVERY, FAULTS, kill_driver, recover_from
+from support.faults import DRIVER_KILLED, EVERY, FAULTS, kill_driver, middle, recover_from
+from support.gate import Gate
 from support.hosts import PodOfHosts, why_not
 from support.pod_driver import PodDrivers, pod_drivers
-
-END_S = 600
 
 
 def main() -> None:
@@ -34,16 +34,17 @@ def main() -> None:
     with PodOfHosts(4) as hosts, pod_drivers(hosts) as drivers:
         straight, folder = drivers.write("straight", steps, EVERY), drivers.write("faults", steps, EVERY)
         with drivers.start(straight) as run:
-            run.finish(timeout_s=END_S)
+            run.finish()
         emit({"launch": "of a new pod", **_breakdown(run)})
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
-            run = stack.enter_context(drivers.start(folder))
+            gate = Gate(folder / "gate", middle(1))
+            run = stack.enter_context(drivers.start(folder, *gate.options))
             run.wait_for_line("training ", 0)
             emit({"launch": "again", **_breakdown(run)})
             for number, name in enumerate(arguments.faults, 1):
-                run = _recover(drivers, run, name, number, stack)
-            run.finish(timeout_s=END_S)
+                run = _recover(drivers, run, gate, name, number, stack)
+            run.finish()
         records = same_numbers(straight / "run", folder / "run")
         report(
             {
@@ -56,11 +57,14 @@ def main() -> None:
         )
 
 
-def _recover(drivers: PodDrivers, run: Driver, name: str, number: int, stack: contextlib.ExitStack) -> Driver:
+def _recover(
+    drivers: PodDrivers, run: Driver, gate: Gate, name: str, number: int, stack: contextlib.ExitStack
+) -> Driver:
     if name == DRIVER_KILLED:
-        run, recovery = kill_driver(drivers, run, number, lambda: stack.enter_context(drivers.start(run.folder)))
+        start = functools.partial(drivers.start, run.folder, *gate.options)
+        run, recovery = kill_driver(drivers, run, gate, number, lambda: stack.enter_context(start()))
     else:
-        recovery = recover_from(drivers, run, FAULTS[name], number)
+        recovery = recover_from(drivers, run, gate, FAULTS[name], number)
     emit(asdict(recovery))
     say(f"{name}: detected after {recovery.detected_after_s} s, next step {recovery.next_step_after_s} s later")
     return run

@@ -266,7 +266,7 @@ def device_bytes(leaves: Any, shardings: Any) -> int:
 
 
 def test_a_family_without_a_model_type_is_not_exported() -> None:
-    with pytest.raises(UserError, match=r"transformers has no model of model\.family period\. Use the native format"):
+    with pytest.raises(UserError, match="no model of model.family period"):
         config_json(run_of("period", "pp").config.model, np.dtype(np.float32))
 
 

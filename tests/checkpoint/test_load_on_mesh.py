@@ -1,7 +1,6 @@
 """Tensors are loaded from a checkpoint onto a mesh."""
 
 import math
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.builders import TINY, program
+from support.commands import free_port
 from support.together import outputs_of
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
@@ -220,9 +220,7 @@ def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: 
     """384 MiB in three tensors on tp8: a process holds its 192 MiB of shards and at most one tensor of 128 MiB."""
     where: Any = {"cwd": Path(__file__).resolve().parents[2], "text": True}
     subprocess.run([sys.executable, "-c", writer, str(tmp_path)], check=True, **where)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "step_1"), reader, port]
     for output in outputs_of([[*command, str(n)] for n in range(2)], timeout_s=120, cwd=where["cwd"]):
         (line,) = [line for line in output.splitlines() if line.startswith("GROWN")]

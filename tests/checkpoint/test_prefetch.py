@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.waiting import LONG_S
 
 from mesh_transformer.checkpoint.tensors import prefetch
 
@@ -22,7 +23,7 @@ def test_the_next_item_is_computed_in_a_thread() -> None:
         yield 2
 
     for item in prefetch(items()):
-        assert item == 2 or second.wait(timeout=20)
+        assert item == 2 or second.wait(timeout=LONG_S)
 
 
 def test_an_error_is_raised_in_place_of_its_item() -> None:

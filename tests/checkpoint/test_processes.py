@@ -1,10 +1,9 @@
 """Two processes of two devices each, one shared folder."""
 
-import socket
 import sys
 from pathlib import Path
 
-from support.commands import TESTS
+from support.commands import TESTS, free_port
 from support.together import outputs_of
 
 PROGRAM = """
@@ -78,9 +77,7 @@ os._exit(0)
 
 def test_two_processes(tmp_path: Path) -> None:
     """About 6 s."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), port]
     outputs = outputs_of([[*command, str(n)] for n in range(2)], timeout_s=60, cwd=TESTS)
     for n, output in enumerate(outputs):

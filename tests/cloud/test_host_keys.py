@@ -15,6 +15,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
+from support.waiting import LONG_S
 
 from mesh_transformer.cloud.hosts import Access, Host, HostsRefused
 from mesh_transformer.cloud.pod import Pod
@@ -159,4 +160,6 @@ def _reset(port: int) -> None:
 
 def _system_ssh(access: Access) -> subprocess.CompletedProcess[str]:
     command = [*command_line(Host(0, "127.0.0.1"), access), "a command"]
-    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=LONG_S, check=False
+    )

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.commands import TESTS
+from support.waiting import LONG_S, until
 
 from mesh_transformer.cloud.launch import WORKER_LINE
 
@@ -35,6 +37,18 @@ time.sleep(600)
 """
 
 
+# runs a command when its standard input is closed: by the test that started it, or by the kernel if that was killed
+AT_END = 'cat >/dev/null; exec "$@"'
+
+
+def at_end(command, **environment):
+    """The process that will run a command when its standard input is closed, also if this process is killed."""
+    return subprocess.Popen(
+        ["bash", "-c", AT_END, "at_end", *command], stdin=subprocess.PIPE, env={**os.environ, **environment},
+        start_new_session=True,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def pod_ray(tmp_path):
     def call(*arguments, **environment):
@@ -49,8 +63,25 @@ def pod_ray(tmp_path):
         )
         return done.stdout
 
+    stop = at_end(["bash", str(SCRIPT), "stop", str(tmp_path / "state")], MESH_TRANSFORMER_SAVE_S="0")
     yield call
-    call("stop", MESH_TRANSFORMER_SAVE_S="0")
+    stop.stdin.close()
+    assert stop.wait(LONG_S) == 0
+
+
+def test_what_a_killed_test_has_started_ends(tmp_path):
+    """The supervisor leads a session of its own, and would start its node again for ever."""
+    program = (
+        "import sys, time; from cloud import test_ray_script as tests; "
+        "stop = tests.at_end(['touch', sys.argv[1]]); print('started', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "ended")], cwd=TESTS, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "started\n"
+    child.kill()
+    child.communicate()
+    until((tmp_path / "ended").exists)
 
 
 def start(pod_ray, folder, *, saving_s=1):
@@ -60,10 +91,8 @@ def start(pod_ray, folder, *, saving_s=1):
     (folder / "worker.py").write_text(WORKER.format(saving_s=saving_s))
     command = ["env", "-C", str(folder), sys.executable, "node.py"]
     assert pod_ray("start", "one", *command) == "ray started\n"
-    mark, deadline = folder / "mark", time.monotonic() + 20
-    while not mark.exists() or not mark.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    mark = folder / "mark"
+    until(lambda: mark.exists() and mark.read_text())
     return command, mark
 
 

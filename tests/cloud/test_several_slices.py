@@ -2,6 +2,7 @@
 
 import pytest
 from support.tpu_api import NODE, TpuApi
+from support.waiting import LONG_S
 
 from mesh_transformer import slices
 from mesh_transformer.cloud.api import TpuFailed
@@ -23,7 +24,7 @@ def request(count: int = 2, **changes: object) -> TpuRequest:
 
 def test_one_queued_resource(api: TpuApi, tpus: Tpus) -> None:
     """From the request to the deletion. Hosts are sorted by slice, then by worker."""
-    made = tpus.create(request(), timeout_s=10)
+    made = tpus.create(request(), timeout_s=LONG_S)
     (entry,) = api.queued.values()
     (spec,) = entry.tpu.node_spec
     assert entry.name == f"{PARENT}/queuedResources/a"
@@ -40,7 +41,7 @@ def test_one_queued_resource(api: TpuApi, tpus: Tpus) -> None:
     assert [host.address for host in made.hosts(external=True)] == [f"203.0.113.{i}" for i in (1, 2, 3, 4)]
     api.host_keys = {f"127.0.1.{i}": f"ssh-ed25519 KEY{i}" for i in (1, 2, 3, 4)}
     assert tpus.host_keys(made) == {i: [f"ssh-ed25519 KEY{i + 1}"] for i in range(4)}
-    alone = tpus.create(TpuRequest("b", V4), timeout_s=10)
+    alone = tpus.create(TpuRequest("b", V4), timeout_s=LONG_S)
     assert tpus.all() == [made, alone]
     assert tpus.delete("a")
     assert not api.queued
@@ -48,12 +49,12 @@ def test_one_queued_resource(api: TpuApi, tpus: Tpus) -> None:
 
 
 def test_an_existing_tpu_must_have_the_same_slices(api: TpuApi, tpus: Tpus) -> None:
-    tpus.create(request(), timeout_s=10)
-    tpus.ensure(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
+    tpus.ensure(request(), timeout_s=LONG_S)
     assert api.calls.count("CreateQueuedResource") == 1
     for other, has in ((request(3), "3xv4-16"), (request(1), "v4-16")):
         with pytest.raises(UserError, match=rf"exists as 2xv4-16, .*, not as {has},"):
-            tpus.ensure(other, timeout_s=10)
+            tpus.ensure(other, timeout_s=LONG_S)
     with pytest.raises(UserError, match="a-1 is one of the 2 slices of TPU a: give the name a"):
         tpus.delete("a-1")
 
@@ -61,29 +62,29 @@ def test_an_existing_tpu_must_have_the_same_slices(api: TpuApi, tpus: Tpus) -> N
 @pytest.mark.parametrize("state", [NODE.PREEMPTED, NODE.TERMINATED, NODE.STOPPED])
 def test_one_slice_is_preempted(api: TpuApi, tpus: Tpus, state: NODE) -> None:
     """All slices are deleted and created again, because the API creates no single slice of a queued resource."""
-    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
     api.preempt("a-1", state)
     assert tpus.describe("a").phase is TpuPhase.LOST
     said = f"TPU a is queue ACTIVE, a-0 READY, a-1 {state.name}"
     with pytest.raises(RunError, match=f"TPU a is not ready: {said[9:]}"):
         pod_of(tpus, tpus.describe("a"), Access(""))
     with pytest.raises(TpuFailed, match=f"{said}: delete it and create it again"):
-        tpus.create(request(), timeout_s=10)
-    assert tpus.ensure(request(), timeout_s=10).phase is TpuPhase.READY
+        tpus.create(request(), timeout_s=LONG_S)
+    assert tpus.ensure(request(), timeout_s=LONG_S).phase is TpuPhase.READY
     assert api.calls.count("DeleteQueuedResource") == 1
     assert api.calls.count("CreateQueuedResource") == 2
 
 
 def test_the_cloud_suspends_all_slices(api: TpuApi, tpus: Tpus) -> None:
-    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
     api.preempt("a")
-    assert tpus.ensure(request(), timeout_s=10).phase is TpuPhase.READY
+    assert tpus.ensure(request(), timeout_s=LONG_S).phase is TpuPhase.READY
     assert len(api.nodes) == 2
 
 
 def test_a_slice_that_the_cloud_repairs(api: TpuApi, tpus: Tpus) -> None:
     """While a slice is missing or not ready, the state of its queued resource decides."""
-    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
     repaired = api.nodes.pop(f"{PARENT}/nodes/a-0")
     assert tpus.describe("a").state == "queue ACTIVE, a-0 missing, a-1 READY"
     with pytest.raises(TpuFailed, match="timed out"):
@@ -92,15 +93,15 @@ def test_a_slice_that_the_cloud_repairs(api: TpuApi, tpus: Tpus) -> None:
     api.nodes[repaired.name] = repaired
     assert tpus.describe("a").phase is TpuPhase.PENDING
     repaired.state = NODE.READY
-    assert tpus.ensure(request(), timeout_s=10).phase is TpuPhase.READY
+    assert tpus.ensure(request(), timeout_s=LONG_S).phase is TpuPhase.READY
     assert api.calls.count("CreateQueuedResource") == 1
 
 
 def test_stopped_by_its_owner(api: TpuApi, tpus: Tpus) -> None:
-    tpus.create(request(tier="on-demand"), timeout_s=10)
+    tpus.create(request(tier="on-demand"), timeout_s=LONG_S)
     api.preempt("a-1", NODE.STOPPED)
     with pytest.raises(UserError, match="tpu-vm start a-1 --zone europe-west4-a"):
-        tpus.ensure(request(tier="on-demand"), timeout_s=10)
+        tpus.ensure(request(tier="on-demand"), timeout_s=LONG_S)
 
 
 @pytest.mark.parametrize(

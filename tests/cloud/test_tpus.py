@@ -7,6 +7,7 @@ import time
 import pytest
 from google.rpc import code_pb2
 from support.tpu_api import NODE, Refusal, TpuApi
+from support.waiting import LONG_S
 
 from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api
@@ -31,7 +32,7 @@ def count(api: TpuApi, method: str) -> int:
 @pytest.mark.parametrize("queued", [False, True])
 def test_round_trip(api: TpuApi, tpus: Tpus, queued: bool) -> None:
     assert tpus.find("a") is None
-    made = tpus.create(request(queued=queued, labels={"team": "x"}), timeout_s=10)
+    made = tpus.create(request(queued=queued, labels={"team": "x"}), timeout_s=LONG_S)
     assert (made.phase, made.type, made.tier) == (TpuPhase.READY, "v3-32", "on-demand")
     assert [host.worker_id for host in made.hosts()] == [0, 1, 2, 3]
     assert made.hosts()[2].address == "127.0.1.3"
@@ -58,7 +59,7 @@ def test_all_fields_of_a_request_arrive(api: TpuApi, tpus: Tpus) -> None:
             tags=("ssh",),
             ssh_keys=("me:ssh-ed25519 AAAA",),
         ),
-        timeout_s=10,
+        timeout_s=LONG_S,
     )
     node = api.nodes[f"{PARENT}/nodes/a"]
     assert (node.runtime_version, node.accelerator_type) == ("mine", "v3-32")
@@ -74,7 +75,7 @@ def test_all_fields_of_a_request_arrive(api: TpuApi, tpus: Tpus) -> None:
 
 def test_reservation_and_limit_in_the_queue(api: TpuApi, tpus: Tpus) -> None:
     wanted = request(tier="reserved", queued=True, reservation=f"{PARENT}/reservations/r", valid_for_s=60)
-    assert tpus.create(wanted, timeout_s=10).tier == "reserved"
+    assert tpus.create(wanted, timeout_s=LONG_S).tier == "reserved"
     entry = api.queued[f"{PARENT}/queuedResources/a"]
     assert "guaranteed" in entry
     assert entry.reservation_name.endswith("/r")
@@ -82,8 +83,8 @@ def test_reservation_and_limit_in_the_queue(api: TpuApi, tpus: Tpus) -> None:
 
 
 def test_a_repeated_create_creates_no_second_tpu(api: TpuApi, tpus: Tpus) -> None:
-    tpus.create(request(), timeout_s=10)
-    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
+    tpus.create(request(), timeout_s=LONG_S)
     assert count(api, "CreateNode") == 1
     for other in (
         TpuRequest("a", slices.parse("v3-8")),
@@ -91,13 +92,15 @@ def test_a_repeated_create_creates_no_second_tpu(api: TpuApi, tpus: Tpus) -> Non
         request(runtime_version="mine"),
     ):
         with pytest.raises(UserError, match="exists as v3-32, on-demand, tpu-ubuntu2204-base"):
-            tpus.create(other, timeout_s=10)
+            tpus.create(other, timeout_s=LONG_S)
 
 
 def test_concurrent_creates_share_one_tpu(api: TpuApi, tpus: Tpus) -> None:
     api.delay_s = 0.3
     found = []
-    threads = [threading.Thread(target=lambda: found.append(tpus.create(request(), timeout_s=10))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(tpus.create(request(), timeout_s=LONG_S))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,7 +112,7 @@ def test_concurrent_creates_share_one_tpu(api: TpuApi, tpus: Tpus) -> None:
 def test_transient_errors_are_retried(api: TpuApi, tpus: Tpus) -> None:
     for method in ("GetNode", "CreateNode", "GetOperation", "ListNodes", "DeleteNode"):
         api.fail(method, code_pb2.UNAVAILABLE, times=2)
-    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
     assert len(tpus.all()) == 1
     assert tpus.delete("a")
     assert count(api, "CreateNode") == 3
@@ -121,13 +124,13 @@ def test_unavailable_for_good(api: TpuApi, tpus: Tpus) -> None:
     with pytest.raises(TpuFailed, match="service unavailable") as failure:
         tpus.find("a")
     assert failure.value.kind is ErrorKind.UNAVAILABLE
-    assert 2 < time.monotonic() - began < 8
+    assert time.monotonic() - began > 2
 
 
 def test_a_request_with_a_lost_answer(api: TpuApi, tpus: Tpus) -> None:
     """The second attempt gets ALREADY_EXISTS, and waits for the TPU of the first one."""
     api.fail("CreateNode", code_pb2.UNAVAILABLE, late=True)
-    assert tpus.create(request(), timeout_s=10).phase is TpuPhase.READY
+    assert tpus.create(request(), timeout_s=LONG_S).phase is TpuPhase.READY
     assert count(api, "CreateNode") == 2
 
 
@@ -143,7 +146,7 @@ def test_a_request_with_a_lost_answer(api: TpuApi, tpus: Tpus) -> None:
 def test_refusals(api: TpuApi, tpus: Tpus, code: int, reason: str, kind: ErrorKind, words: str) -> None:
     api.fail("CreateNode", code, "the words of the API", reason=reason)
     with pytest.raises(TpuRefused) as refusal:
-        tpus.ensure(request(), timeout_s=10)
+        tpus.ensure(request(), timeout_s=LONG_S)
     assert refusal.value.kind is kind
     for part in ("creating TPU a (v3-32) in europe-west4-a", "the words of the API", reason, words):
         assert part in str(refusal.value)
@@ -152,9 +155,9 @@ def test_refusals(api: TpuApi, tpus: Tpus, code: int, reason: str, kind: ErrorKi
 
 def test_quota(api: TpuApi, tpus: Tpus) -> None:
     api.quota = 1
-    tpus.create(request("a"), timeout_s=10)
+    tpus.create(request("a"), timeout_s=LONG_S)
     with pytest.raises(TpuRefused, match=r"quota: Quota limit .* \[RATE_LIMIT_EXCEEDED\]. Request more") as refusal:
-        tpus.ensure(request("b"), timeout_s=10)
+        tpus.ensure(request("b"), timeout_s=LONG_S)
     assert refusal.value.kind is ErrorKind.QUOTA
 
 
@@ -162,14 +165,14 @@ def test_stockout(api: TpuApi, tpus: Tpus) -> None:
     """`create` fails at once; `ensure` retries until there is capacity."""
     api.capacity["v3-32"] = 0
     with pytest.raises(TpuFailed, match="no more capacity in the zone.*try another zone") as failure:
-        tpus.create(request(), timeout_s=10)
+        tpus.create(request(), timeout_s=LONG_S)
     assert failure.value.kind is ErrorKind.STOCKOUT
     with pytest.raises(TpuFailed, match="timed out: not (ready|done) in time"):
         tpus.ensure(request(), timeout_s=1)
     assert count(api, "CreateNode") > 3
     timer = threading.Timer(0.5, lambda: api.capacity.update({"v3-32": 1}))
     timer.start()
-    assert tpus.ensure(request(), timeout_s=10).phase is TpuPhase.READY
+    assert tpus.ensure(request(), timeout_s=LONG_S).phase is TpuPhase.READY
 
 
 def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +184,7 @@ def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCapture
     assert tpus.describe("a").phase is TpuPhase.PENDING
     assert [tpu.name for tpu in tpus.all()] == ["a"]
     api.capacity["v3-32"] = 1
-    assert tpus.create(request(queued=True), timeout_s=10).phase is TpuPhase.READY
+    assert tpus.create(request(queued=True), timeout_s=LONG_S).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource") == 1
 
 
@@ -189,11 +192,11 @@ def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCapture
 @pytest.mark.parametrize("state", [NODE.PREEMPTED, NODE.TERMINATED, NODE.STOPPED])
 def test_a_preempted_tpu_is_created_again(api: TpuApi, tpus: Tpus, queued: bool, state: NODE) -> None:
     wanted = request(tier="spot", queued=queued)
-    tpus.ensure(wanted, timeout_s=10)
+    tpus.ensure(wanted, timeout_s=LONG_S)
     api.preempt("a", state)
     with pytest.raises(TpuFailed, match="delete it and create it again"):
-        tpus.create(wanted, timeout_s=10)
-    assert tpus.ensure(wanted, timeout_s=10).phase is TpuPhase.READY
+        tpus.create(wanted, timeout_s=LONG_S)
+    assert tpus.ensure(wanted, timeout_s=LONG_S).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource" if queued else "CreateNode") == 2
     assert count(api, "DeleteQueuedResource" if queued else "DeleteNode") == 1
 
@@ -201,7 +204,7 @@ def test_a_preempted_tpu_is_created_again(api: TpuApi, tpus: Tpus, queued: bool,
 def test_suspended_while_waiting(api: TpuApi, tpus: Tpus) -> None:
     """Two TPUs are preempted right after their creation: `ensure` continues until one is ready."""
     api.preempt_next = 2
-    assert tpus.ensure(request(tier="spot", queued=True), timeout_s=20).phase is TpuPhase.READY
+    assert tpus.ensure(request(tier="spot", queued=True), timeout_s=LONG_S).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource") == 3
 
 
@@ -211,20 +214,20 @@ def test_failed_in_the_queue_because_of_the_user(api: TpuApi, tpus: Tpus) -> Non
     api.queue_error = Refusal(code_pb2.PERMISSION_DENIED, "no access to the network")
     for asked in (1, 2):
         with pytest.raises(TpuRefused, match="no access to the network") as refusal:
-            tpus.ensure(request(queued=True), timeout_s=10)
+            tpus.ensure(request(queued=True), timeout_s=LONG_S)
         assert refusal.value.kind is ErrorKind.PERMISSION
         assert count(api, "CreateQueuedResource") == asked
 
 
 def test_stopped_by_its_owner(api: TpuApi, tpus: Tpus) -> None:
-    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=LONG_S)
     api.preempt("a", NODE.STOPPED)
     with pytest.raises(UserError, match="gcloud compute tpus tpu-vm start a --zone europe-west4-a"):
-        tpus.ensure(request(), timeout_s=10)
+        tpus.ensure(request(), timeout_s=LONG_S)
 
 
 def test_host_keys(api: TpuApi, tpus: Tpus) -> None:
-    tpu = tpus.create(request(), timeout_s=10)
+    tpu = tpus.create(request(), timeout_s=LONG_S)
     api.host_keys = {f"127.0.1.{i}": f"ssh-ed25519 KEY{i}" for i in (1, 2, 3)}
     with pytest.raises(TpuFailed, match=r"workers \[3\] published no SSH host key"):
         tpus.host_keys(tpu)

@@ -345,10 +345,8 @@ def test_a_process_that_is_stopped_is_ended_by_the_clock(monkeypatch: pytest.Mon
         monkeypatch.setattr(chat_template, "WALL_S", 0.5)
         stopped = template._process
         os.kill(stopped.pid, signal.SIGSTOP)
-        start = time.monotonic()
         with pytest.raises(UserError, match=r"longer than 0\.5 s by the clock"):
             template.render([{"content": text}])
-        assert time.monotonic() - start < 5
         assert stopped.returncode == -signal.SIGKILL
         monkeypatch.setattr(chat_template, "WALL_S", template_process.WALL_S)
         assert template.render([{"content": text}]) == text

@@ -201,7 +201,7 @@ def test_folders_and_revisions_of_a_data_set(hub_server: HubServer) -> None:
         ("hf://datasets/org/name/fr:train", "no .parquet file in the folder fr. The hub keeps a converted copy"),
         ("hf://datasets/org/name@empty", "no .parquet file. The hub keeps"),
         ("hf://datasets/org/name@none", "no such branch, tag or commit"),
-        ("hf://datasets/org/none", "no such repository on the Hugging Face hub, or a private one"),
+        ("hf://datasets/org/none", "no such repository"),
     ]:
         with pytest.raises(UserError, match=message):
             read_inputs([spec])

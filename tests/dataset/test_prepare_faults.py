@@ -12,6 +12,7 @@ import pytest
 from support.commands import finish, run, start
 from support.data_sets import hashes, write_corpus
 from support.ray_cluster import RayNodes, ray_cluster
+from support.waiting import until
 
 from mesh_transformer.dataset.tasks import OnRay
 from mesh_transformer.dataset.worker import Task
@@ -68,11 +69,7 @@ def tasks_below(pid: int) -> list[int]:
 
 def a_task(nodes: RayNodes) -> int:
     """A process that runs a task."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := tasks_below(nodes.process.pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found[0]
+    return until(lambda: tasks_below(nodes.process.pid))[0]
 
 
 def fragments(folder: Path) -> dict[Path, int]:
@@ -81,11 +78,7 @@ def fragments(folder: Path) -> dict[Path, int]:
 
 
 def wait_for_fragments(driver: subprocess.Popen[str], folder: Path, count: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while len(fragments(folder)) < count:
-        assert driver.poll() is None, driver.communicate()[1][-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(fragments(folder)) >= count, driver, shown=lambda: driver.stderr.read()[-4000:])
 
 
 def test_kills_and_stops_change_no_byte(nodes, command, alone, tmp_path):

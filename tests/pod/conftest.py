@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import PodOfHosts, why_not
+from support.waiting import LONG_S
 
 from mesh_transformer.cloud.hosts import Access, Host
 from mesh_transformer.cloud.pod import Pod
@@ -32,7 +33,7 @@ def hosts() -> Iterator[PodOfHosts]:
 @pytest.fixture
 def access(hosts: PodOfHosts) -> Access:
     """A login that every host accepts."""
-    return Access(str(hosts.known_hosts), user="root", key_file=str(hosts.key_file), connect_timeout_s=5)
+    return Access(str(hosts.known_hosts), user="root", key_file=str(hosts.key_file), connect_timeout_s=LONG_S)
 
 
 @pytest.fixture

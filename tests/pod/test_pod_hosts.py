@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support import hosts as pod_of_hosts
 from support.hosts import STALE, PodOfHosts, why_not
+from support.waiting import until
 
 HERE = Path(__file__).parent
 
@@ -38,10 +38,7 @@ def test_cleanup_after_a_killed_session(tmp_path: Path) -> None:
     assert folder.name.startswith(STALE)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in processes):
-        assert time.monotonic() < deadline, "the hosts outlived their owner"
-        time.sleep(0.1)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
     with PodOfHosts(2) as pod:
         assert not folder.exists()
         assert pod.inside(1, "hostname").stdout == "pod-w1\n"

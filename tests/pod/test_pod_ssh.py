@@ -5,11 +5,13 @@ import logging
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paramiko
 import pytest
 from support.hosts import PodOfHosts
+from support.waiting import LONG_S, until
 
 from mesh_transformer.cloud.hosts import Access, Host, HostsFailed, HostsRefused
 from mesh_transformer.cloud.pod import Pod
@@ -50,9 +52,12 @@ def test_output_is_prefixed_and_codes_are_collected(pod: Pod, caplog: pytest.Log
 
 
 def test_hosts_run_at_the_same_time(pod: Pod) -> None:
-    began = time.monotonic()
-    pod.run("sleep 2")
-    assert time.monotonic() - began < 5
+    with ThreadPoolExecutor(1) as pool:
+        wait_for_go = "touch begun; until [ -e go ]; do sleep 0.1; done; rm begun go"
+        running = pool.submit(pod.run, wait_for_go, timeout_s=LONG_S)
+        until(lambda: all(outcome.code == 0 for outcome in pod.run("test -e begun", check=False)))
+        pod.run("touch go")
+        running.result()
 
 
 def test_a_command_for_each_host(pod: Pod) -> None:
@@ -107,15 +112,13 @@ def test_an_unknown_key(pod: Pod, access: Access, tmp_path: Path) -> None:
 def test_one_host_down(hosts: PodOfHosts, pod: Pod) -> None:
     """The other hosts run the command. Then the host comes back, and `wait_reachable` returns."""
     hosts.stop(2)
-    began = time.monotonic()
     with pytest.raises(HostsFailed, match="1 of 4 hosts failed\nw2 ") as failure:
         pod.run("echo hello")
-    assert time.monotonic() - began < 15
     assert [outcome.code for outcome in failure.value.outcomes] == [0, 0, None, 0]
     with pytest.raises(HostsFailed, match="logging in for 1 s: 1 of . hosts failed"):
         pod.wait_reachable(timeout_s=1)
     hosts.start(2)
-    pod.wait_reachable(timeout_s=20)
+    pod.wait_reachable()
     assert output_of(pod, "hostname")[2] == "pod-w2"
 
 
@@ -124,15 +127,13 @@ def test_network_lost_during_a_command(hosts: PodOfHosts, pod: Pod, access: Acce
     quick = Pod(pod.hosts, dataclasses.replace(access, silence_s=4))
     timer = threading.Timer(1.5, lambda: hosts.link(1, up=False))
     timer.start()
-    began = time.monotonic()
     try:
-        outcomes = quick.run("sleep 3; echo done", check=False, timeout_s=60)
+        outcomes = quick.run("sleep 3; echo done", check=False, timeout_s=600)
     finally:
         hosts.link(1, up=True)
     assert [outcome.code for outcome in outcomes] == [0, None, 0, 0]
     assert "w1 (10.77.0.12): the connection was dropped" in str(outcomes[1])
-    assert time.monotonic() - began < 25
-    pod.wait_reachable(timeout_s=20)
+    pod.wait_reachable()
 
 
 def test_time_out(pod: Pod) -> None:

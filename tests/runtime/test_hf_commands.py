@@ -134,7 +134,7 @@ def test_existing_output_is_not_changed(folder) -> None:
     [
         (
             ["--input", "nothing", "--output-path", "new"],
-            "nothing is not a Hugging Face folder: it has no config.json",
+            "nothing is not a Hugging Face folder",
         ),
         (["--input", "hf", "--output-path", "new", "--shards", "2"], "--shards must be 1 or more"),
         (

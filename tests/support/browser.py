@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.waiting import LONG_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -20,6 +22,7 @@ def chromium() -> Iterator[Any]:
     # names of other sites, for which no network is needed
     quiet += ["--host-resolver-rules=MAP *.example 127.0.0.1"]
     quiet += ["--no-sandbox"] if os.getuid() == 0 else []
+    playwright.expect.set_options(timeout=LONG_S * 1000)
     with playwright.sync_playwright() as start:
         browser = start.chromium.launch(executable_path=CHROMIUM, args=quiet)
         yield browser
@@ -33,6 +36,7 @@ def new_browser(chromium: Any) -> Iterator[Any]:
 
     def opened(**options: Any) -> Any:
         contexts.append(chromium.new_context(**options))
+        contexts[-1].set_default_timeout(LONG_S * 1000)
         return contexts[-1]
 
     yield opened

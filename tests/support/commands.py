@@ -3,16 +3,17 @@
 import contextlib
 import functools
 import ipaddress
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from support.fork_server import Forked, ForkServer
+from support.waiting import until
 from support.xla import cpu_flags
 
 REPO = Path(__file__).parents[2]
@@ -102,23 +103,28 @@ def metrics(folder: Path, *, running: bool = False) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 90) -> None:
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     """Return as soon as the metrics file has a record of `step`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        path = folder / "metrics.jsonl"
-        if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()[-50:]):
-            return
-        assert process.poll() is None, process.communicate()[1][-4000:]
-        time.sleep(0.005)
-    raise AssertionError(f"no step {step} within {timeout_s} s")
+    path, record = folder / "metrics.jsonl", f'"step": {step},'
+    until(
+        lambda: path.exists() and any(record in line for line in path.read_text().splitlines()[-50:]),
+        process,
+        shown=lambda: process.communicate()[1][-4000:] if process.poll() is not None else "",
+    )
+
+
+# Below the ports that the kernel gives to connections. Each worker of pytest has its own thousand.
+_FIRST_PORT = 10_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw"))
+_PORTS = (_FIRST_PORT + (os.getpid() + number) % 1000 for number in itertools.count())
 
 
 def free_port() -> int:
-    """A free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of the loopback interface that is free, and that no other test of this run takes."""
+    for port in itertools.islice(_PORTS, 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no port from {_FIRST_PORT} on is free")
 
 
 def listens_at(pid: int, port: int) -> set[str]:

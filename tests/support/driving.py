@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.commands import REPO, metrics, write_run
+from support.waiting import LONG_S, MOST_S, until
 
 STEPS = 120
 PTRACE_SEIZE, PTRACE_INTERRUPT, WAIT_FOR_ALL = 0x4206, 0x4207, 0x40000000
@@ -74,39 +75,37 @@ class Driver:
     def text(self) -> str:
         return "\n".join(f"{when:6.1f} {line}" for when, line in list(self.lines))
 
-    def finish(self, code: int = 0, timeout_s: float = 120) -> str:
+    def finish(self, code: int = 0) -> str:
         """Wait for the end. Returns standard error, and shows it if the exit code differs from `code`."""
-        self.process.wait(timeout_s)
-        self._reader.join(10)
+        self.process.wait(MOST_S)
+        self._reader.join(LONG_S)
         assert self.process.returncode == code, f"exit code {self.process.returncode}, not {code}\n{self.text[-6000:]}"
         return self.text
 
-    def wait_for_step(self, step: int, timeout_s: float = 90) -> int:
+    def wait_for_step(self, step: int) -> int:
         """Wait until the last record of the metrics file is of `step` or a later step, and return its step."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            path = self.folder / "run/metrics.jsonl"
+        path = self.folder / "run/metrics.jsonl"
+
+        def last() -> int:
             records = metrics(path.parent, running=True) if path.exists() else []
-            if records and records[-1]["step"] >= step:
-                return records[-1]["step"]
-            assert self.process.poll() is None, self.text[-6000:]
-            time.sleep(0.02)
-        raise AssertionError(f"no step {step} within {timeout_s} s\n{self.text[-6000:]}")
+            return records[-1]["step"] if records and records[-1]["step"] >= step else 0
+
+        return until(last, self.process, shown=self._end)
 
     def line_with(self, part: str, after: float) -> str:
         """The first line with `part` after the time `after`."""
         return next(line for when, line in list(self.lines) if when > after and part in line)
 
-    def wait_for_line(self, part: str, after: float, timeout_s: float = 90) -> float:
+    def wait_for_line(self, part: str, after: float) -> float:
         """Wait for a line with `part` after the time `after`, and return its time."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            for when, line in list(self.lines):
-                if when > after and part in line:
-                    return when
-            assert self.process.poll() is None, self.text[-6000:]
-            time.sleep(0.02)
-        raise AssertionError(f"no line with {part!r} within {timeout_s} s\n{self.text[-6000:]}")
+
+        def when() -> float:
+            return next((when for when, line in list(self.lines) if when > after and part in line), 0)
+
+        return until(when, self.process, shown=self._end)
+
+    def _end(self) -> str:
+        return self.text[-6000:]
 
 
 @contextlib.contextmanager
@@ -144,12 +143,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pid: int, timeout_s: float = 40) -> None:
+def wait_for_end(pid: int) -> None:
     """Return when a process has ended."""
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.1)
+    until(lambda: not is_running(pid), shown=lambda: f"process {pid} still runs")
 
 
 def stop_main_thread(pid: int) -> None:
@@ -171,7 +167,7 @@ def stop_main_thread(pid: int) -> None:
             _, status = os.waitpid(pid, WAIT_FOR_ALL)
 
     threading.Thread(target=debug, daemon=True).start()
-    assert stopped.wait(5)
+    assert stopped.wait(LONG_S)
     assert not failed, failed
 
 

@@ -1,17 +1,17 @@
 """Real faults of a pod, between two checkpoints, and the time of each recovery."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from support.driving import Driver, redone, stop_main_thread
+from support.gate import Gate
 from support.pod_driver import TPU, PodDrivers
+from support.waiting import until
 
 # steps between checkpoints
 EVERY = 24
-# range of the steps after a checkpoint at which a fault happens
-MIDDLE = (6, 18)
-WAIT_S = 150.0
+# the step after a checkpoint before which a fault happens
+MIDDLE = 7
 DRIVER_KILLED = "driver killed"
 
 
@@ -65,10 +65,7 @@ def _stop_second_of_two_slices(drivers: PodDrivers) -> None:
 
 def _start_both_slices(drivers: PodDrivers) -> None:
     """The first slice ends when the queued resource is deleted. Both come back."""
-    deadline = time.monotonic() + WAIT_S
-    while "DeleteQueuedResource" not in drivers.api.calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: "DeleteQueuedResource" in drivers.api.calls)
     for i in (0, 1):
         drivers.hosts.stop(i)
     _start_all(drivers)
@@ -109,48 +106,44 @@ FAULTS = {
 }
 
 
-def recover_from(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recovery:
-    """Cause a fault in interval `number` (1 or more) of a run, and wait until it trains again."""
-    step = wait_for_middle(run, number)
+def middle(number: int) -> int:
+    """The step of the fault in interval `number` (1 or more) between checkpoints."""
+    return number * EVERY + MIDDLE
+
+
+def recover_from(drivers: PodDrivers, run: Driver, gate: Gate, fault: Fault, number: int) -> Recovery:
+    """Cause a fault in interval `number` of a run that holds there, and wait until it trains again. Then it holds in
+    the next interval."""
+    gate.wait(run, range(drivers.hosts.count))
+    step = middle(number)
     before, when = redone(run.folder), run.now
     fault.cause(drivers)
-    seen = run.wait_for_line(" at step ", when, WAIT_S)
+    gate.hold(middle(number + 1))
+    seen = run.wait_for_line(" at step ", when)
     line = next(line for at, line in run.lines if at == seen and " at step " in line)
     assert any(part in line for part in fault.reasons), (fault.name, line)
     fault.repair(drivers)
-    again = run.wait_for_line("recovered", seen, WAIT_S)
-    run.wait_for_step(step + 1, WAIT_S)
+    again = run.wait_for_line("recovered", seen)
+    run.wait_for_step(step + 1)
     lost = redone(run.folder) - before
     assert (lost > 0) == fault.redone, (fault.name, lost)
     return Recovery(fault.name, step, round(seen - when, 1), round(again - seen, 1), lost, line)
 
 
-def kill_driver(drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]) -> tuple[Driver, Recovery]:
-    """kill -9 of the driver. `start` starts the same command, which finds the same processes.
-
-    Worker 1 is stopped while there is no driver, so that the run does not finish meanwhile.
-    """
-    step, before = wait_for_middle(run, number), redone(run.folder)
+def kill_driver(
+    drivers: PodDrivers, run: Driver, gate: Gate, number: int, start: Callable[[], Driver]
+) -> tuple[Driver, Recovery]:
+    """kill -9 of the driver of a run that holds in interval `number`. `start` starts the same command, which finds the
+    same processes. Then the run holds in the next interval."""
+    gate.wait(run, range(drivers.hosts.count))
+    step, before = middle(number), redone(run.folder)
     pids = [drivers.worker(i) for i in range(drivers.hosts.count)]
-    drivers.signal(1, pids[1], "STOP")
     drivers.kill(run)
     again = start()
-    seconds = again.wait_for_line("continuing with the running workers", 0, WAIT_S)
-    drivers.signal(1, pids[1], "CONT")
+    seconds = again.wait_for_line("continuing with the running workers", 0)
+    gate.hold(middle(number + 1))
     assert [drivers.worker(i) for i in range(drivers.hosts.count)] == pids
     again.wait_for_step(step + 1)
     lost = redone(run.folder) - before
     assert lost == 0
     return again, Recovery(DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "continuing with the running workers")
-
-
-def wait_for_middle(run: Driver, number: int) -> int:
-    """Wait until the newest step is in the middle of interval `number` between checkpoints, or of a later one, and
-    return it.
-
-    So there is a newer checkpoint between two faults.
-    """
-    step = run.wait_for_step(number * EVERY + MIDDLE[0], WAIT_S)
-    while not MIDDLE[0] <= step % EVERY <= MIDDLE[1]:
-        step = run.wait_for_step(step + 1, WAIT_S)
-    return step

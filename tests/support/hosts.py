@@ -28,13 +28,15 @@ import time
 from pathlib import Path
 from typing import IO
 
+from support.waiting import LONG_S
+
 REPO = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"
 DRIVER = f"{NETWORK}.1"
 BRIDGE = "mtjpod0"
 LOCK = Path(tempfile.gettempdir()) / "mesh-transformer-pod.lock"
 STALE = "mesh-transformer-pod-"
-START_S = 20.0
+START_S = LONG_S
 IN_NAMESPACES = [
     "setpriv", "--pdeathsig", "KILL", "unshare", "-m", "-p", "-i", "-f", "--mount-proc", "--kill-child",
 ]  # fmt: skip

@@ -5,5 +5,9 @@ import functools
 
 import httpx
 
-Client = functools.partial(httpx.Client, verify=False)
-get, post, stream = (functools.partial(call, verify=False) for call in (httpx.get, httpx.post, httpx.stream))
+from support.waiting import LONG_S
+
+Client = functools.partial(httpx.Client, verify=False, timeout=LONG_S)
+get, post, stream = (
+    functools.partial(call, verify=False, timeout=LONG_S) for call in (httpx.get, httpx.post, httpx.stream)
+)

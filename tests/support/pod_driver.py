@@ -17,6 +17,7 @@ from support.driving import Driver
 from support.gcs_server import GcsServer
 from support.hosts import DRIVER, PodOfHosts
 from support.tpu_api import TpuApi
+from support.waiting import LONG_S
 from support.xla import DEVICES
 
 TPU = "pod"
@@ -111,7 +112,7 @@ class PodDrivers:
     def kill(self, driver: Driver) -> None:
         """kill -9."""
         self.hosts.driver_signal(driver.process, signal.SIGKILL)
-        driver.process.wait(30)
+        driver.process.wait(LONG_S)
 
     def worker(self, i: int) -> int:
         """The process ID of the worker of host `i`, on that host."""

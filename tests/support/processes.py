@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from support import loopback
 from support.commands import REPO, start, write_run
+from support.waiting import until
 
 PROGRAM = "tests/support/fake_serve.py"
 PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
@@ -37,8 +37,5 @@ def process(
         child.communicate()
 
 
-def wait_for_health(url: str, status: int = 200, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while loopback.get(f"{url}/health").status_code != status:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def wait_for_health(url: str, status: int = 200) -> None:
+    until(lambda: loopback.get(f"{url}/health").status_code == status)

@@ -3,8 +3,7 @@
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,21 +17,29 @@ from mesh_transformer.runtime.serving.protocol import ErrorResponse
 from mesh_transformer.runtime.serving.start import Service, bind
 from support import loopback
 from support.fake_engine import Completion, FakeEngine, alone
+from support.waiting import LONG_S, until
 
 NAME, VOCAB, CONTEXT = "tiny", 257, 64
 KEY = "secret-key-1"
 
 
 class ServedEngine(FakeEngine):
-    """A fake engine whose warm-up a test can delay, and that a test can break."""
+    """A fake engine whose warm-up and steps a test can hold, and that a test can break."""
 
     def __init__(self, **options: Any):
         super().__init__(**{"vocab": VOCAB, "context": CONTEXT, **options})
         self.may_warm_up = threading.Event()
         self.may_warm_up.set()
+        self.may_generate = threading.Event()
+        self.may_generate.set()
         self.broken = False
         # programs that `warm_up` still has to load after its first item
         self.later_programs = 0
+
+    def go_on(self) -> None:
+        """End the delay of the steps, and let them go on."""
+        self.delay = 0.0
+        self.may_generate.set()
 
     def warm_up(self) -> Iterator[None]:
         self.may_warm_up.wait()
@@ -43,6 +50,7 @@ class ServedEngine(FakeEngine):
             self.later_programs -= 1
 
     def generate(self, steps: int) -> Any:
+        self.may_generate.wait()
         if self.broken:
             raise RuntimeError("a device was lost")
         return super().generate(steps)
@@ -53,7 +61,7 @@ class Served:
 
     def __init__(self, engine: ServedEngine, service: Service, model: ServedModel, url: str):
         self.engine, self.model, self.loop, self.url = engine, model, model.loop, url
-        self.client = loopback.Client(base_url=url, timeout=30)
+        self.client = loopback.Client(base_url=url)
         self._service = service
         self._home = asyncio.new_event_loop()
         self._signals: list[asyncio.Event] = []
@@ -105,8 +113,8 @@ def serve(
     max_queue: int = 16,
     keys: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
-    timeout_s: float = 20,
-    drain_s: float = 20,
+    timeout_s: float = LONG_S,
+    drain_s: float = LONG_S,
     held: bool = False,
     send_buffer: int | None = None,
     **engine_options: Any,
@@ -130,23 +138,16 @@ def serve(
     served = Served(engine, service, model, url)
     try:
         if not held:
-            wait_until(lambda: loop.state == "ok")
+            until(lambda: loop.state == "ok")
         yield served
     finally:
         engine.may_warm_up.set()
+        engine.may_generate.set()
         served.client.close()
         if served.thread.is_alive():
             served.terminate()
-        served.thread.join(30)
+        served.thread.join(LONG_S)
         assert not served.thread.is_alive()
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Wait until the condition is true."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"not true after {timeout_s} s"
-        time.sleep(0.002)
 
 
 def expected(prompt: Sequence[int], **params: Any) -> Completion:

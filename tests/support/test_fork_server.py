@@ -13,6 +13,7 @@ import pytest
 
 from support.commands import REPO, TESTS, finish, fork_server
 from support.fork_server import DEFAULT_SIGNALS, Forked
+from support.waiting import LONG_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server needs Linux")
 
@@ -103,7 +104,7 @@ def test_it_is_killed_and_measured(tmp_path: Path) -> None:
         process.wait(0.2)
     assert f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{process.pid}/status").read_text()
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=LONG_S)
     assert process.poll() == -signal.SIGKILL
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > used
 

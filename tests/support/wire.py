@@ -6,6 +6,8 @@ import socket
 import time
 from typing import Any
 
+from support.waiting import LONG_S
+
 
 def ask(*, head_lines: str = "", **fields: Any) -> bytes:
     """The bytes of a completion request."""
@@ -19,7 +21,7 @@ def ask(*, head_lines: str = "", **fields: Any) -> bytes:
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     """A socket connected to a server. With a small receive buffer, the server's send buffer fills soon."""
     client = socket.socket()
-    client.settimeout(10)
+    client.settimeout(LONG_S)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
@@ -35,12 +37,16 @@ def read_to_end(client: socket.socket) -> bytes:
     return received
 
 
-def send_slowly(client: socket.socket, content: bytes, pause_s: float) -> None:
-    """Send one byte at a time, until all are sent or the server closes the connection."""
-    with contextlib.suppress(OSError):
-        for byte in content:
+def send_slowly(client: socket.socket, content: bytes, pause_s: float) -> bool:
+    """Send one byte at a time, until all are sent or the server closes the connection. Returns whether all were
+    sent."""
+    for byte in content:
+        try:
             client.sendall(bytes([byte]))
-            time.sleep(pause_s)
+        except OSError:
+            return False
+        time.sleep(pause_s)
+    return True
 
 
 def receive(client: socket.socket, end: bytes) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import LONG_S
 
 from mesh_transformer.cloud.pod import kill_command
 from mesh_transformer.cluster.host import processes
@@ -147,7 +148,7 @@ def test_a_previous_worker_of_the_run_is_killed(folder: Path) -> None:
         file = processes.lock_worker("a", 0, wait_s=0.3)
         # time for the previous worker to save
         assert time.monotonic() - began >= 0.3
-        assert left.wait(5) == -9
+        assert left.wait(LONG_S) == -9
     assert (folder / "a-0.lock").read_text() == str(os.getpid())
     with open(folder / "a-0.lock") as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,6 +169,6 @@ def test_a_process_with_a_reused_id_is_not_killed() -> None:
             assert (done.returncode, done.stderr) == (code, "")
         assert is_alive(worker)
         assert processes.kill([earlier, unknown, known]) == [known.pid]
-        assert worker.wait(5) == -9
+        assert worker.wait(LONG_S) == -9
         subprocess.run(["bash", "-c", kill_command(*unknown)], check=True)
-        assert victim.wait(5) == -9
+        assert victim.wait(LONG_S) == -9

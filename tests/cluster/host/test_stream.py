@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.waiting import LONG_S
 
 from mesh_transformer.cluster.host import stream
 from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, RESERVED_BATCHES, StreamedFeed, Streamer, may_take
@@ -57,7 +58,7 @@ def test_a_batch_waits_until_all_workers_hold_the_later_ones(feed):
     thread.join(0.2)
     assert not got
     feed.put(RESERVED_BATCHES + 1, batch(RESERVED_BATCHES + 1), {}, RESERVED_BATCHES)
-    thread.join(5)
+    thread.join(LONG_S)
     assert got[0].tokens[0, 0, 0] == 0
 
 
@@ -70,7 +71,7 @@ def test_reserved_batches_are_released_slowly(feed, monkeypatch):
     feed.drain()
     thread.join(0.2)
     assert not got
-    thread.join(5)
+    thread.join(LONG_S)
     assert got[0].tokens[0, 0, 0] == 1
 
 
@@ -118,7 +119,7 @@ def test_a_worker_takes_all_batches_of_data_that_ends(feed, monkeypatch):
     taken = []
     thread = threading.Thread(target=lambda: taken.extend(feed), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(LONG_S)
     assert not thread.is_alive()
     assert [one.tokens[0, 0, 0] for one in taken] == [1, 2, 3]
     # the position of a resumed run

@@ -7,7 +7,8 @@ import time
 
 import httpx
 import pytest
-from support.served import KEY, expected, refusal, serve, text_of, wait_until
+from support.served import KEY, expected, refusal, serve, text_of
+from support.waiting import LONG_S, until
 from support.wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
@@ -38,14 +39,12 @@ def test_a_socket_on_which_no_request_comes_is_closed(hasty, sent):
         began = time.monotonic()
         client.sendall(sent)
         assert read_to_end(client) == b""
-        assert SOON / 2 < time.monotonic() - began < 5
+        assert time.monotonic() - began > SOON / 2
 
 
 def test_a_head_byte_by_byte_has_no_more_time(hasty):
     with serve() as server, connect(server.url) as client:
-        began = time.monotonic()
-        send_slowly(client, ask() * 20, 0.02)
-        assert time.monotonic() - began < 5
+        assert not send_slowly(client, ask() * 20, 0.02)
 
 
 def test_a_byte_after_an_answer_is_no_way_to_keep_a_socket(hasty):
@@ -71,9 +70,7 @@ def test_a_refused_body_that_goes_on_is_cut_off(hasty, keys):
     with serve(keys=keys) as server, connect(server.url) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode())
         assert (b" 401 " if keys else b" 413 ") in client.recv(100)  # before any byte of the body
-        began = time.monotonic()
-        send_slowly(client, b" " * 2000, 0.01)
-        assert time.monotonic() - began < 5
+        assert not send_slowly(client, b" " * 6000, 0.01)
 
 
 def test_a_body_byte_by_byte_is_refused(monkeypatch):
@@ -90,8 +87,8 @@ def test_a_stream_that_is_not_read_is_given_up(monkeypatch):
     with serve(slots=1, delay=0.005, context=4096, send_buffer=4096) as server:
         with connect(server.url, receive_buffer=4096) as client:
             client.sendall(ask(stream=True, logprobs=20, max_tokens=4000))
-            wait_until(lambda: server.metric("requests_running") == 1)
-            wait_until(lambda: not server.engine.in_use, 8)
+            until(lambda: server.metric("requests_running") == 1)
+            until(lambda: not server.engine.in_use)
             assert server.metric("generated_tokens_total") < 1000
             assert b"[DONE]" not in read_to_end(client)
         seeded = server.complete("b", seed=1)["choices"][0]["text"]
@@ -105,8 +102,8 @@ def test_an_answer_that_is_not_read_holds_its_socket_no_longer(monkeypatch):
     with serve(context=256, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
         server.client.close()
         client.sendall(ask(logprobs=20, max_tokens=200, head_lines="Connection: close\r\n"))
-        wait_until(lambda: server.open_connections == 1)
-        wait_until(lambda: server.open_connections == 0)
+        until(lambda: server.engine.calls)
+        until(lambda: server.open_connections == 0)
 
 
 def test_a_slow_reader_gets_all(monkeypatch):
@@ -127,16 +124,16 @@ def test_more_sockets_than_are_taken(monkeypatch):
     monkeypatch.setattr(start, "connection_limit", lambda sequences: 3)
     with serve() as server:
         server.client.close()
-        wait_until(lambda: server.open_connections == 0)
+        until(lambda: server.open_connections == 0)
         kept = [connect(server.url) for _ in range(3)]
-        wait_until(lambda: server.open_connections == 3)
+        until(lambda: server.open_connections == 3)
         with connect(server.url) as refused:
             refused.sendall(ask())
             answer = read_to_end(refused)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 1" in answer
         assert body_of(answer)["error"]["code"] == "too_many_connections"
-        wait_until(lambda: server.open_connections == 3)
+        until(lambda: server.open_connections == 3)
         kept[0].sendall(ask())
         receive(kept[0], b'"total_tokens":61}}')  # now it is idle, so a new connection replaces it
         with connect(server.url) as taken:
@@ -158,7 +155,7 @@ def test_all_bodies_together_are_bounded(monkeypatch):
         request = ask(ignored="x" * 60_000)
         first.sendall(request[:-1])
         large = {"prompt": "a", "ignored": "x" * 60_000}
-        wait_until(lambda: server.post(large).status_code == 503)
+        until(lambda: server.post(large).status_code == 503)
         assert "large" in refusal(server.post(large), 503)["message"]
         first.sendall(request[-1:])
         receive(first, b'"total_tokens":61}}')
@@ -171,7 +168,7 @@ def test_the_bodies_of_one_client_leave_room_for_others(monkeypatch):
         request = ask(ignored="x" * 60_000)
         first.sendall(request[:-1])
         large = {"prompt": "a", "ignored": "x" * 60_000}
-        wait_until(lambda: server.post(large).status_code == 503)
+        until(lambda: server.post(large).status_code == 503)
         assert server.complete("a")["choices"]  # a short one
         with httpx.Client(
             base_url=server.url, transport=httpx.HTTPTransport(local_address="127.0.0.2", verify=False)
@@ -189,7 +186,7 @@ def test_clients_behind_a_proxy_of_this_machine_are_distinguished(monkeypatch):
         first.sendall(request[:-1])
         large = {"prompt": "a", "ignored": "x" * 60_000}
         asked = {"X-Forwarded-For": "192.0.2.1"}
-        wait_until(lambda: server.post(large, headers=asked).status_code == 503)
+        until(lambda: server.post(large, headers=asked).status_code == 503)
         assert server.post(large, headers={"X-Forwarded-For": "192.0.2.2"}).status_code == 200
 
 
@@ -200,7 +197,7 @@ class SlowTokenizer(ByteTokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if "q" in text:
-            self.may.wait(20)
+            self.may.wait(LONG_S)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -215,9 +212,9 @@ def test_prompts_that_are_being_encoded_are_in_the_queue(slow_tokenizer):
     with serve(tokenizer=slow_tokenizer, slots=1, max_queue=1) as server:
         with connect(server.url) as client:
             client.sendall(ask(prompt=["q", "q"]))
-            wait_until(lambda: server.metric("requests_waiting") == 2)
+            until(lambda: server.metric("requests_waiting") == 2)
             assert refusal(server.post({"prompt": [1]}), 503)["code"] == "queue_full"
-        wait_until(lambda: server.metric("requests_waiting") == 0, 2)  # the client has left
+        until(lambda: server.metric("requests_waiting") == 0)  # the client has left
         assert server.complete([97], seed=1)["choices"][0]["text"] == text_of(expected(b"a", seed=1))
         slow_tokenizer.may.set()
         assert server.complete("q")["choices"]
@@ -236,10 +233,10 @@ def test_the_time_for_a_request_counts_its_encoding(slow_tokenizer, stream):
 def test_what_is_being_encoded_when_the_drain_ends_is_not_started(slow_tokenizer):
     with serve(tokenizer=slow_tokenizer, drain_s=0.2) as server, connect(server.url) as client:
         client.sendall(ask(prompt="q", head_lines="Connection: close\r\n"))
-        wait_until(lambda: server.metric("requests_waiting") == 1)
+        until(lambda: server.metric("requests_waiting") == 1)
         server.terminate()
         time.sleep(0.5)
         slow_tokenizer.may.set()
         assert body_of(read_to_end(client))["error"]["code"] == "draining"
-        server.thread.join(10)
+        server.thread.join(LONG_S)
         assert not server.engine.calls

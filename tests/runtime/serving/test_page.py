@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from support import fake_engine, loopback
-from support.served import KEY, expected, serve, text_of, wait_until
+from support.served import KEY, expected, serve, text_of
+from support.waiting import until
 
 from mesh_transformer.infer.requests import Token
 from mesh_transformer.runtime.serving.model import ServedModel
@@ -15,6 +16,8 @@ from mesh_transformer.runtime.serving.model import ServedModel
 playwright = pytest.importorskip("playwright.sync_api")
 PROMPT = [*b"Hello"]
 WEB = Path(__file__).resolve().parents[3] / "mesh_transformer/runtime/serving/web"
+# with a seed of its own, the page may get fewer tokens than it asks for
+ANSWERED = re.compile("^[0-9] tokens?, ")
 
 
 def completion(page: Any) -> str:
@@ -174,13 +177,13 @@ def test_a_warm_up_is_waited_for(open_page: Any) -> None:
         page.click("#go")
         playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
         served.engine.may_warm_up.set()
-        assert words_at_the_end(page).startswith("5 tokens, ")
+        assert ANSWERED.search(words_at_the_end(page))
         served.loop.state = "warming up"
         ask(page, max_tokens="6")
         page.click("#go")
         playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
         served.loop.state = "ok"
-        playwright.expect(page.locator("#status")).to_contain_text("6 tokens, ")
+        playwright.expect(page.locator("#status")).to_contain_text(ANSWERED)
         served.loop.state = "warming up"
         page.click("#go")
         playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
@@ -198,7 +201,7 @@ def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
         assert served.metric("requests_running") == 1
         page.keyboard.press("Escape")
         playwright.expect(page.locator("#status")).to_have_text("stopped")
-        wait_until(lambda: served.metric("requests_running") == 0)
+        until(lambda: served.metric("requests_running") == 0)
         assert completion(page)
         assert page.locator("#go").is_enabled()
 
@@ -306,7 +309,7 @@ def test_a_long_text_stays_usable(open_page: Any) -> None:
         ask(page, max_tokens="1500", seed="1", stop="")
         page.locator("[name=seed]").press("Enter")  # in a field of the form
         page.wait_for_selector("#text span[data-p]:nth-of-type(22)", state="attached")
-        page.click("#stop", timeout=5000)
+        page.click("#stop")
         playwright.expect(page.locator("#status")).to_have_text("stopped")
         page.focus("#text")
         page.keyboard.press("ArrowRight")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support import fake_engine
 from support.chat_templates import CHATML, chat_folder
-from support.served import KEY, serve, wait_until
+from support.served import KEY, serve
+from support.waiting import until
 
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import Token
@@ -113,7 +114,7 @@ def test_stop_keeps_the_part_of_an_answer(open_page: Any, chat_tokenizer: Tokeni
         playwright.expect(page.locator("#messages .assistant .content")).to_contain_text("a long")
         page.click("#halt")
         playwright.expect(page.locator("#status")).to_have_text("stopped")
-        wait_until(lambda: served.metric("requests_running") == 0)
+        until(lambda: served.metric("requests_running") == 0)
         shown = messages(page)[1]
         assert answers[1].startswith(shown)
         assert len(shown) < len(answers[1])

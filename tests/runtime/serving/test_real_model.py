@@ -26,7 +26,7 @@ def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
         finish(child, 0)
     program, modules = "tests/support/module_listing_serve.py", tmp_path / "modules"
     with process(tmp_path, "--slots", "2", program=program, fresh=True, MODULES=str(modules)) as (child, url):
-        wait_for_health(url, timeout_s=120)
+        wait_for_health(url)
         greedy = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
 
         def complete(prompt: str) -> dict:

@@ -63,7 +63,7 @@ class Run:
             # read the step when it ends; in a run, the next `push` waits for it
             self.reporter.settle()
 
-    def wait(self, seconds):
+    def pass_time(self, seconds):
         with self.reporter.pause():
             self.clock.now += seconds
 
@@ -76,7 +76,7 @@ class Run:
 def test_rates_are_of_the_time_of_a_step_without_pauses(monkeypatch):
     run = Run(monkeypatch)
     run.steps(3)
-    run.wait(100)
+    run.pass_time(100)
     run.steps(1)
     for record in run.end():
         assert record["train/tokens_per_sec"] == pytest.approx(1000)
@@ -97,7 +97,7 @@ def test_a_pause_lowers_the_goodput(monkeypatch):
     """Such as a validation or a save."""
     run = Run(monkeypatch)
     run.steps(50)
-    run.wait(40)
+    run.pass_time(40)
     run.steps(40)
     assert run.end()[-1]["train/goodput"] == pytest.approx(89 / 140)
 
