@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from support.covering import covering
 
+from mesh_transformer.config import MeshConfig, mesh_shape
+from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.ops.experts import route, statistics
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.parallel.sharding import Partition, use
 from mesh_transformer.spec import Router
 
 EXPERTS = 12
@@ -63,6 +68,28 @@ def test_statistics() -> None:
     # of a softmax: p (f - sum of p f)
     expected = EXPERTS / 15 * probs * (share - (probs * share).sum(-1, keepdims=True))
     np.testing.assert_allclose(gradient, expected, atol=1e-7)
+
+
+def test_a_part_of_the_batch_has_the_weight_of_its_tokens_that_count() -> None:
+    """The mean over two devices is that of all tokens, of which they have 1 and 5."""
+    logits, real = jnp.asarray(LOGITS[:2]), jnp.asarray([[True, *[False] * 4], [True] * 5])
+    router = Router(chosen=2, normalize=True)
+
+    def means(logits, real):
+        found = statistics(logits, route(router, logits), real)
+        return found["share_E"], jnp.stack([found["balance"], found["z"]])[None]
+
+    whole = means(logits, real)
+    mesh = make_mesh(mesh_shape(dp=2), jax.devices()[:2])
+    partition = Partition(mesh, training_rules(MeshConfig(dp=2)))
+    tokens = partition.spec(("batch", "seq"))
+    devices = PartitionSpec(partition.axes("batch", "seq"))
+    with use(partition):
+        parts = jax.jit(jax.shard_map(means, mesh=mesh, in_specs=tokens, out_specs=(PartitionSpec(), devices)))(
+            logits, real
+        )
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-6)
+    np.testing.assert_allclose(parts[1].mean(0), whole[1][0], rtol=2e-6)
 
 
 def test_even_choices_have_balance_one() -> None:
