@@ -1,11 +1,11 @@
 """Local and gs:// files, with storage calls that sometimes fail."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from support.gcs_server import CUT, GcsServer
+from support.waiting import until
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
@@ -146,8 +146,7 @@ def test_a_retried_call_is_not_a_hang(gcs: GcsServer, monkeypatch: pytest.Monkey
     watch = Watch(cpu=lambda: 0.0, disk=lambda: False)
     call = threading.Thread(target=files.exists, args=["gs://bucket/x"])
     call.start()
-    while not gcs.requests:
-        time.sleep(0.01)
+    until(lambda: gcs.requests)
     watch.at_work()
     # no other record of progress in between
     assert watch.at_work()

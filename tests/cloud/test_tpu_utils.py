@@ -8,6 +8,7 @@ import pytest
 from google.rpc import code_pb2
 from support import commands
 from support.tpu_api import TpuApi
+from support.waiting import until
 
 ZONE = ("--zone", "europe-west4-a")
 
@@ -91,9 +92,7 @@ def test_interrupted_while_waiting(api: TpuApi, tmp_path: Path) -> None:
     api.capacity["v3-8"] = 0
     arguments = ("create", "a", "--type", "v3-8", "--queued", *ZONE)
     process = commands.start("tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment())
-    while "WAITING" not in str([entry.state.state.name for entry in api.queued.values()]):
-        assert process.poll() is None
-        time.sleep(0.05)
+    until(lambda: "WAITING" in str([entry.state.state.name for entry in api.queued.values()]), process)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     output, errors = commands.finish(process, 130)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import CHATML, TEMPLATES, chat_folder
+from support.waiting import LONG_S
 from transformers import AutoTokenizer
 
 from mesh_transformer.data import chat_template, template_process
@@ -329,8 +329,7 @@ def test_the_next_text_follows_one_that_exceeded_its_limits() -> None:
             template.render(CHAT)
         assert template.render([{"content": "b"}]) == "b"
         os.kill(template._process.pid, signal.SIGKILL)
-        while template._process.poll() is None:
-            time.sleep(0.01)
+        template._process.wait(LONG_S)
         assert template.render([{"content": "c\ud800"}]) == "c\ud800"
         process = template._process
     assert process.returncode == -signal.SIGKILL

@@ -15,6 +15,7 @@ import pytest
 from support import loopback
 from support.commands import finish, run, write_run
 from support.processes import PATHS, PROGRAM, process, wait_for_health
+from support.waiting import until
 from support.wire import ask, connect, receive
 
 from mesh_transformer.config import Config, load_config
@@ -78,8 +79,7 @@ def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
         body = {"prompt": "a" * 400, "max_tokens": 9, "ignore_eos": True}  # 50 chunks
         answers = [pool.submit(loopback.post, f"{url}/v1/completions", json=body) for _ in range(3)]
         there = ("requests_running 1.0", "requests_waiting 2.0")  # all three; one has started
-        while not all(line in loopback.get(f"{url}/metrics").text for line in there):
-            time.sleep(0.01)
+        until(lambda: all(line in loopback.get(f"{url}/metrics").text for line in there), child)
         child.send_signal(signal.SIGTERM)
         for answer in answers:
             assert answer.result().json()["usage"]["completion_tokens"] == 9
@@ -93,8 +93,7 @@ def test_a_client_that_does_not_read_holds_up_the_end_no_longer_than_the_drain(t
         wait_for_health(url)
         with connect(url, receive_buffer=4096) as client:
             client.sendall(ask(stream=stream, max_tokens=100, logprobs=20))
-            while "generated_tokens_total 100.0" not in loopback.get(f"{url}/metrics").text:
-                time.sleep(0.05)
+            until(lambda: "generated_tokens_total 100.0" in loopback.get(f"{url}/metrics").text, child)
             child.send_signal(signal.SIGTERM)
             _, errors = finish(child, 0)
         assert "closed 1 connections" in errors
@@ -106,8 +105,7 @@ def test_a_slow_reader_has_the_drain_to_take_its_stream(tmp_path):
         wait_for_health(url)
         with connect(url, receive_buffer=4096) as client:
             client.sendall(ask(stream=True, max_tokens=100, logprobs=20))
-            while "generated_tokens_total 100.0" not in loopback.get(f"{url}/metrics").text:
-                time.sleep(0.05)
+            until(lambda: "generated_tokens_total 100.0" in loopback.get(f"{url}/metrics").text, child)
             child.send_signal(signal.SIGTERM)
             # longer than the server waits for a client after the time for draining
             time.sleep(6)
