@@ -76,7 +76,7 @@ def run(connection: Any, host: Host, command: str, timeout_s: float | None, *, e
 
     out, err = _LineStream(take), _LineStream(take)
     settings = {"hide": False, "warn": True, "in_stream": False, "encoding": "utf-8"}
-    # fabric's own limit looks whether its timer has ended, which may still be sending
+    # not fabric's limit: it asks whether its timer has ended, and under load that timer is still sending
     timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, expire)
     timer.daemon = True
     timer.start()

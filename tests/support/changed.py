@@ -72,7 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = len(ranks) - len(selected)
     lines = [f"--changed {base}: {len(selected)} tests"]
     if not records:
-        lines.append("no records of which test runs which line (scripts/records.sh): by folder and import alone")
+        lines.append(
+            "chosen by folder and import alone, without records of the lines that each test runs (scripts/records.sh)"
+        )
     if left_out:
         lines.append(f"left out: {left_out} tests that run changed files too, after {CPU_S:.0f} s of CPU time")
     config.stash[_LINES] = lines

@@ -61,7 +61,7 @@ FILES = {
 
 @pytest.fixture
 def checkout(repo: Path, tmp_path: Path) -> Path:
-    """A repository with FILES, of which one commit has all."""
+    """A repository whose only commit has all FILES."""
     root = tmp_path / "checkout"
     plugins = {
         f"tests/support/{name}.py": (repo / f"tests/support/{name}.py").read_text() for name in ("changed", "recorded")
@@ -94,7 +94,7 @@ def selected(checkout: Path, name: str, old: str = "", new: str = "x = 1\n") -> 
 def test_changed_files_select_importers_parameters_and_folders(checkout: Path) -> None:
     tests, output = selected(checkout, "mesh_transformer/ops/ring.py")
     assert tests == ["test_user", "test_near"]
-    assert "no records of which test runs which line" in output
+    assert "chosen by folder and import alone" in output
     assert selected(checkout, "mesh_transformer/families/gptj.py")[0] == ["test[gptj]", "test_files"]
 
 

@@ -71,7 +71,7 @@ def test_statistics() -> None:
 
 
 def test_a_part_of_the_batch_has_the_weight_of_its_tokens_that_count() -> None:
-    """The mean over two devices is that of all tokens, of which they have 1 and 5."""
+    """The mean over two devices, with 1 and 5 tokens that count, is the mean over all tokens."""
     logits, real = jnp.asarray(LOGITS[:2]), jnp.asarray([[True, *[False] * 4], [True] * 5])
     router = Router(chosen=2, normalize=True)
 
