@@ -15,7 +15,7 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer import spec
-from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, columns, parameter
+from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.linear import add_bias
 from mesh_transformer.ops.positions import ENCODINGS, Rotation, rotate
@@ -30,13 +30,11 @@ class SelfAttention:
 
     def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
+        arrays = spec.with_outputs(a.arrays(d_model), out_stddev)
         # all modules in one scope: Haiku would number a second scope of the same name
         with hk.name_scope(name):
-            self.inputs = [
-                Linear(d_model, heads * a.head_dim, ("embed", axis), bias=a.bias, name=name)
-                for name, axis, heads in a.maps
-            ]
-            self.out = Linear(a.heads * a.head_dim, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
+            self.inputs = [Linear.of(arrays, name) for name, _, _ in a.maps]
+            self.out = Linear.of(arrays, "o")
             self.keys = self.inputs[1:3]
             self.qk_norms = []
             if a.qk_norm is not None:
@@ -82,10 +80,10 @@ class FromLatents:
     are made from the cache (`_makes_keys`).
     """
 
-    def __init__(self, attention: spec.FromLatents, d_model: int, out_stddev: float, *, bias: bool = False):
-        a, self.latents = attention, attention
-        self.kv_b = HeadMatrices(a.kv_rank, a.heads, a.nope_dims + a.v_dims, bias=bias, name="kv_b")
-        self.out = Linear(a.heads * a.v_dims, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
+    def __init__(self, attention: spec.FromLatents, arrays: spec.Arrays):
+        self.latents = attention
+        self.kv_b = HeadMatrices(spec.inside("kv_b", arrays), name="kv_b")
+        self.out = Linear.of(arrays, "o")
 
     def attend(
         self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
@@ -171,18 +169,16 @@ class LatentAttention(FromLatents):
 
     def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
-        queries, latent = a.heads * a.head_dim, a.kv_rank + a.rotary_dims
+        arrays = spec.with_outputs(a.arrays(d_model), out_stddev)
         with hk.name_scope(name):
-            if a.q_rank is None:
-                q = Linear(d_model, queries, ("embed", "heads"), name="q")
-            else:
-                q = Linear(d_model, a.q_rank, ("embed", None), bias=a.bias, name="q_a")
+            q = Linear.of(arrays, "q" if a.q_rank is None else "q_a")
+            if a.q_rank is not None:
                 self.q_norm = Norm(a.norm, "q_norm", axis=None)
-                self.q_b = Linear(a.q_rank, queries, (None, "heads"), name="q_b")
-            self.inputs = [q, Linear(d_model, latent, ("embed", None), bias=a.bias, name="kv_a")]
+                self.q_b = Linear.of(arrays, "q_b")
+            self.inputs = [q, Linear.of(arrays, "kv_a")]
             self.keys = self.inputs[1:]
             self.kv_norm = Norm(a.norm, "kv_norm", axis=None)
-            super().__init__(a, d_model, out_stddev)
+            super().__init__(a, arrays)
 
     def __call__(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
         with jax.named_scope(self.name):
@@ -208,16 +204,15 @@ class JointLatentAttention(FromLatents):
 
     def __init__(self, attention: spec.JointLatentAttention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
-        both, ranks = a.q_rank + a.kv_rank, {"q_a": a.q_rank, "kv_a": a.kv_rank}
+        arrays = spec.with_outputs(a.arrays(d_model), out_stddev)
         with hk.name_scope(name):
-            self.inputs = [Linear(d_model, rank, ("embed", None), bias=True, name=name) for name, rank in ranks.items()]
+            self.inputs = [Linear.of(arrays, "q_a"), Linear.of(arrays, "kv_a")]
             # the rotated keys are made of both
             self.keys = self.inputs
-            self.q_b = Linear(a.q_rank, a.heads * a.nope_dims, (None, "heads"), bias=True, name="q_b")
+            self.q_b = Linear.of(arrays, "q_b")
             if a.positions:
-                self.q_r = Linear(both, a.positions.dims, (None, "heads"), bias=True, name="q_r")
-                self.k_r = Linear(both, a.rotary_dims, (None, None), bias=True, name="k_r")
-            super().__init__(a, d_model, out_stddev, bias=True)
+                self.q_r, self.k_r = Linear.of(arrays, "q_r"), Linear.of(arrays, "k_r")
+            super().__init__(a, arrays)
 
     def __call__(self, q_latent: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
         with jax.named_scope(self.name):
@@ -243,13 +238,12 @@ def _products(ctx: Context, *products: jax.Array) -> Sequence[jax.Array]:
 
 
 class HeadMatrices(hk.Module):
-    """A matrix of each head: w (H, R, K), truncated normal with 1 / sqrt(R); and the biases b (H K) of all heads.
+    """A matrix of each head: w (H, R, K); and the biases b (H K) of all heads, or None.
 
     With the heads first, XLA for CPU multiplies each head's latent without a copy of all matrices.
     """
 
-    def __init__(self, rank: int, heads: int, width: int, *, bias: bool, name: str):
+    def __init__(self, arrays: spec.Arrays, name: str):
         super().__init__(name)
-        init = hk.initializers.TruncatedNormal(1 / np.sqrt(rank))
-        self.w = parameter("w", (heads, rank, width), init, "heads", None, None)
-        self.b = parameter("b", (heads * width,), ZEROS, "heads") if bias else None
+        self.w = parameter("w", arrays["w"])
+        self.b = parameter("b", arrays["b"]) if "b" in arrays else None

@@ -6,7 +6,9 @@ Shapes: B sequences, T positions, S keys, D residual width, H heads, V vocabular
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self
 
 import haiku as hk
 import jax
@@ -16,7 +18,7 @@ from einops import rearrange
 
 from mesh_transformer import spec
 from mesh_transformer.models.mechanisms import BlockModule, module_of
-from mesh_transformer.models.modules import ZEROS, Context, Linear, Means, Norm, OutputBias, columns, parameter
+from mesh_transformer.models.modules import Context, Linear, Means, Norm, OutputBias, columns, parameter
 from mesh_transformer.ops.attend.causal import soft_capped
 from mesh_transformer.ops.linear import add_bias, lookup, matmul
 from mesh_transformer.ops.tensor_parallel import row
@@ -36,10 +38,11 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
     if d.embed_norm is not None:
         x_BTD = Norm(d.embed_norm, name="norm")(x_BTD)
     if d.learned_positions:
-        table = PositionTable(d.unused_positions + d.seq, d.d_model, name="positions")
+        table = PositionTable(d.embedding_arrays["positions/w"], name="positions")
         x_BTD = x_BTD + table(d.unused_positions + positions_BT)
-    heads = d.attentions[0].heads
-    return x_BTD, RelativeBias(heads, d.seq, name="relative")() if d.relative_bias else None
+    if not d.relative_bias:
+        return x_BTD, None
+    return x_BTD, RelativeBias(d.embedding_arrays["relative/w"], d.seq, name="relative")()
 
 
 def block(
@@ -50,8 +53,7 @@ def block(
     Matrices that multiply one input are in one call of `column`. `row` sums the products of the tensor-parallel
     shards of all parts of a branch at once. The biases are added after it.
     """
-    width, out_stddev = decoder.d_model, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
-    modules = {one.name: module_of(one, width, out_stddev) for one in layer.mechanisms}
+    modules = {one.name: module_of(one, decoder.d_model, decoder.output_stddev) for one in layer.mechanisms}
     means: dict[str, jax.Array] = {}
     everywhere = ctx._replace(query_index_B=None)
     for number, branch in enumerate(layer.branches):
@@ -113,8 +115,7 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
     if d.tied:
         logits_BTV = matmul(y_BTD, token_table(d).table().T, jnp.float32)
     else:
-        head = Linear(d.d_model, d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")
-        logits_BTV = head(y_BTD, jnp.float32)
+        logits_BTV = Linear.of(d.head_arrays, "logits")(y_BTD, jnp.float32)
     if d.logit_scale != 1:
         logits_BTV = logits_BTV * d.logit_scale
     return logits_BTV if d.softcap is None else soft_capped(logits_BTV, d.softcap)
@@ -122,8 +123,7 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
 
 def token_table(decoder: spec.Decoder) -> Embedding:
     """The embedding of the tokens, which a tied head reads too."""
-    d = decoder
-    return Embedding(d.padded_vocab, d.d_model, bias=d.embed_bias, stddev=1 / np.sqrt(d.n_vocab), name="tokens")
+    return Embedding.of(decoder.embedding_arrays, "tokens")
 
 
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
@@ -156,39 +156,44 @@ class Embedding(hk.Module):
 
     def __init__(self, rows: int, width: int, *, bias: bool = False, stddev: float | None = None, name: str):
         super().__init__(name)
-        self.shape, self.bias, self.stddev = (rows, width), bias, stddev or 1 / np.sqrt(rows)
+        self.w = spec.Array(("vocab", "embed"), (rows, width), stddev=stddev or 1 / math.sqrt(rows))
+        self.b = spec.Array(("embed",), (width,)) if bias else None
+
+    @classmethod
+    def of(cls, arrays: spec.Arrays, name: str) -> Self:
+        """The embedding `name` of a model that has these arrays."""
+        own = spec.inside(name, arrays)
+        return cls(*own["w"].shape, bias="b" in own, stddev=own["w"].stddev, name=name)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = constrain(lookup(self.table(), tokens_BT, 0, ("batch", "seq")), "batch", "seq", "act_embed")
-        return add_bias(x_BTD, parameter("b", self.shape[1:], ZEROS, "embed")) if self.bias else x_BTD
+        return x_BTD if self.b is None else add_bias(x_BTD, parameter("b", self.b))
 
     def table(self) -> jax.Array:
         """(V, D)."""
-        return parameter("w", self.shape, hk.initializers.TruncatedNormal(self.stddev), "vocab", "embed")
+        return parameter("w", self.w)
 
 
 class PositionTable(hk.Module):
     """A learned vector for each position, added to the embedding: positions (B, T) -> (B, T, D)."""
 
-    def __init__(self, n_positions: int, d_model: int, name: str):
+    def __init__(self, array: spec.Array, name: str):
         super().__init__(name)
-        self.shape = (n_positions, d_model)
+        self.array = array
 
     def __call__(self, positions_BT: jax.Array) -> jax.Array:
-        table = parameter("w", self.shape, hk.initializers.TruncatedNormal(0.02), None, "embed")
-        return lookup(table, positions_BT)
+        return lookup(parameter("w", self.array), positions_BT)
 
 
 class RelativeBias(hk.Module):
     """T5's learned bias for each head and bucket of distances (Raffel et al. 2020): a `Bias`."""
 
-    def __init__(self, n_heads: int, n_positions: int, name: str):
+    def __init__(self, array: spec.Array, n_positions: int, name: str):
         super().__init__(name)
-        self.n_heads, self.bucket_of = n_heads, t5_buckets(n_positions)
+        self.array, self.bucket_of = array, t5_buckets(n_positions)
 
     def __call__(self) -> Bias:
-        init = hk.initializers.TruncatedNormal(0.02)
-        table_HN = parameter("w", (self.n_heads, 32), init, "heads", None)
+        table_HN = parameter("w", self.array)
 
         def bias(positions_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
             distance = positions_BT[:, :, None] - keys_BS[:, None]
@@ -199,7 +204,7 @@ class RelativeBias(hk.Module):
         return bias
 
 
-def t5_buckets(n_positions: int, buckets: int = 32, max_distance: int = 128) -> np.ndarray:
+def t5_buckets(n_positions: int, buckets: int = spec.T5_BUCKETS, max_distance: int = 128) -> np.ndarray:
     """Bucket of each distance 0 .. n_positions - 1 to an earlier key (Raffel et al. 2020, one direction).
 
     The first half of the buckets hold one distance each, the rest grow logarithmically up to `max_distance`.

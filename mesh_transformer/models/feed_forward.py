@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import spec
-from mesh_transformer.models.modules import ZEROS, Context, Linear, Means, columns, parameter
+from mesh_transformer.models.modules import Context, Linear, Means, columns, parameter
 from mesh_transformer.ops import experts as routed
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.tensor_parallel import row
@@ -49,10 +48,11 @@ class FeedForward:
 
     def __init__(self, ff: spec.Dense, d_model: int, out_stddev: float, name: str):
         self.ff, self.name = ff, name
+        arrays = spec.with_outputs(ff.arrays(d_model), out_stddev)
         with hk.name_scope(name):
-            self.inputs = [Linear(d_model, ff.d_ff, ("embed", "mlp"), bias=ff.bias, name=name) for name in ff.inputs]
+            self.inputs = [Linear.of(arrays, name) for name in ff.inputs]
             self.keys: Sequence[Linear] = ()
-            self.out = Linear(ff.d_ff, d_model, ("mlp", "embed"), stddev=out_stddev, name="out")
+            self.out = Linear.of(arrays, "out")
 
     def whole(self, x_BTD: jax.Array) -> jax.Array:
         """All of it, without the bias of the output: (B, T, D) -> (B, T, D)."""
@@ -68,41 +68,25 @@ class FeedForward:
 class ExpertMatrices(hk.Module):
     """The parameters of all experts: gate (or None) and in (E, D, F), out (E, F, D), and their biases."""
 
-    def __init__(self, experts: spec.Experts, d_model: int, out_stddev: float, name: str):
+    def __init__(self, arrays: spec.Arrays, name: str):
         super().__init__(name)
-        wide, axes = (experts.count, d_model, experts.d_ff), ("experts", "embed", "mlp")
-        init = hk.initializers.TruncatedNormal(1 / np.sqrt(d_model))
-        self.gate = parameter("gate", wide, init, *axes) if experts.gated else None
-        self.into = parameter("in", wide, init, *axes)
-        narrow = (experts.count, experts.d_ff, d_model)
-        self.out = parameter("out", narrow, hk.initializers.TruncatedNormal(out_stddev), "experts", "mlp", "embed")
-        self.biases = routed.Biases()
-        if experts.bias:
-            hidden = (experts.count, experts.d_ff), ZEROS, "experts", "mlp"
-            self.biases = routed.Biases(
-                parameter("gate_b", *hidden) if experts.gated else None,
-                parameter("in_b", *hidden),
-                parameter("out_b", (experts.count, d_model), ZEROS, "experts", "embed"),
-            )
+        values = {name: parameter(name, array) for name, array in arrays.items()}
+        self.gate, self.into, self.out = values.get("gate"), values["in"], values["out"]
+        self.biases = routed.Biases(values.get("gate_b"), values.get("in_b"), values.get("out_b"))
 
 
 class Router(hk.Module):
     """The logits of all experts, and the bias of the choice: (B, T, D) -> (B, T, E), (E,) or None; float32."""
 
-    def __init__(self, experts: spec.Experts, name: str):
+    def __init__(self, arrays: spec.Arrays, name: str):
         super().__init__(name)
-        self.experts = experts
+        self.arrays = arrays
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        width, count = x_BTD.shape[-1], self.experts.count
-        init = hk.initializers.TruncatedNormal(1 / np.sqrt(width))
-        w_DE = parameter("w", (width, count), init, "embed", None)
-        bias_E = parameter("bias", (count,), ZEROS, None) if self.experts.router.bias else None
+        values = {name: parameter(name, array) for name, array in self.arrays.items()}
         float32, exact = jnp.dtype(jnp.float32), jax.lax.Precision.HIGHEST
-        logits_BTE = matmul(x_BTD.astype(float32), w_DE, float32, exact)
-        if self.experts.router.logit_bias:
-            logits_BTE = add_bias(logits_BTE, parameter("b", (count,), ZEROS, None))
-        return logits_BTE, bias_E
+        logits_BTE = matmul(x_BTD.astype(float32), values["w"], float32, exact)
+        return add_bias(logits_BTE, values["b"]) if "b" in values else logits_BTE, values.get("bias")
 
 
 class Experts:
@@ -113,13 +97,14 @@ class Experts:
         self.inputs: Sequence[Linear] = ()
         self.keys: Sequence[Linear] = ()
         self.out = None
+        arrays = spec.with_outputs(experts.arrays(d_model), out_stddev)
         with hk.name_scope(name):
-            self.router = Router(experts, name=_ROUTER)
-            self.matrices = ExpertMatrices(experts, d_model, out_stddev, name=_EXPERTS)
+            self.router = Router(spec.inside(_ROUTER, arrays), name=_ROUTER)
+            self.matrices = ExpertMatrices(spec.inside(_EXPERTS, arrays), name=_EXPERTS)
             self.shared = None
             if experts.shared is not None:
                 self.shared = FeedForward(experts.shared, d_model, out_stddev, name="shared")
-            self.shared_gate = Linear(d_model, 1, ("embed", None), name="shared_gate") if experts.shared_gate else None
+            self.shared_gate = Linear.of(arrays, "shared_gate") if experts.shared_gate else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Means]:
         # the name in profiles

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -21,7 +21,6 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ComputeConfig
-from mesh_transformer.fields import SHARED, WHOLE
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.models.forward import constrain_residual, layers
@@ -34,10 +33,9 @@ from mesh_transformer.ops.attend.causal import Attend, Causal
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.ops.positions import EncodedPositions
-from mesh_transformer.parallel.sharding import Axes, Block, Params, collect_axes, constrain, gather_weights
-from mesh_transformer.spec import CacheEntry, Decoder, Layer, Run, in_run
+from mesh_transformer.parallel.sharding import Axes, Block, Params, constrain, gather_weights
+from mesh_transformer.spec import Array, Arrays, CacheEntry, Decoder, Layer, Run, in_run, inside
 
-_Stage = TypeVar("_Stage")
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
     "full": ["block_in"],
@@ -46,13 +44,13 @@ KEPT = {
 }
 
 
-class _Stages(NamedTuple, Generic[_Stage]):
-    """The functions that make the Haiku modules, or their `hk.transform`s."""
+class _Stages(NamedTuple):
+    """The `hk.transform`s of the Haiku modules."""
 
-    embed: _Stage
-    blocks: dict[Layer, _Stage]
-    final_norm: _Stage
-    unembed: _Stage
+    embed: hk.Transformed
+    blocks: dict[Layer, hk.Transformed]
+    final_norm: hk.Transformed
+    unembed: hk.Transformed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,21 +66,15 @@ class Model:
     stages_of_pipeline: int = 1
 
     @functools.cached_property
-    def _functions(self) -> _Stages[Callable[..., Any]]:
+    def stages(self) -> _Stages:
+        """The `hk.transform` of each stage."""
         of = functools.partial
         return _Stages(
-            of(modules.embed, self.decoder),
-            {kind: of(modules.block, self.decoder, kind) for kind in self.decoder.kinds},
-            of(modules.final_norm, self.decoder),
-            of(modules.unembed, self.decoder),
+            hk.transform(of(modules.embed, self.decoder)),
+            {kind: hk.transform(of(modules.block, self.decoder, kind)) for kind in self.decoder.kinds},
+            hk.transform(of(modules.final_norm, self.decoder)),
+            hk.transform(of(modules.unembed, self.decoder)),
         )
-
-    @functools.cached_property
-    def stages(self) -> _Stages[hk.Transformed]:
-        """The `hk.transform` of each stage."""
-        one, own = hk.transform, self._functions
-        blocks = {kind: one(block) for kind, block in own.blocks.items()}
-        return _Stages(one(own.embed), blocks, one(own.final_norm), one(own.unembed))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -120,31 +112,23 @@ class Model:
     @functools.cached_property
     def axes(self) -> Params:
         """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
-        stages, runs, parts = self.stage_axes, self.decoder.runs, []
-        shared = self.decoder.shared_run(self.stages_of_pipeline)
-        for number, run in enumerate(runs):
-            stack = SHARED if number == shared else WHOLE
-            kinds = [stages["blocks"][kind] for kind in run.period]
-            parts.append(
-                {
-                    module: {leaf: (stack, *axes) for leaf, axes in leaves.items()}
-                    for kind in kinds
-                    for module, leaves in kind.items()
-                }
-            )
-        return {"embed": stages["embed"], "blocks": joined_runs(parts), "head": self._own_head(stages["head"])}
+        arrays = self.decoder.arrays(self.stages_of_pipeline)
+        return {stage: _axes(inside(stage, arrays)) for stage in ("embed", "blocks", "head")}
+
+    @property
+    def shapes(self) -> Params:
+        """What `init` returns, as `jax.ShapeDtypeStruct`."""
+        arrays = self.decoder.arrays()
+        return {stage: _by_module(inside(stage, arrays), _shape) for stage in ("embed", "blocks", "head")}
 
     @functools.cached_property
     def stage_axes(self) -> Params:
         """The dimension names of each stage's parameters: one layer of each kind; with a tied table for the head."""
-        tokens, x, ctx = self._example()
-        functions = self._functions
+        embed, head = _axes(self.decoder.embedding_arrays), _axes(self.decoder.head_arrays)
         return {
-            "embed": collect_axes(lambda: functions.embed(tokens, tokens)[0]),
-            "blocks": {
-                kind: collect_axes(functools.partial(block, x, ctx(kind))) for kind, block in functions.blocks.items()
-            },
-            "head": {**collect_axes(lambda: functions.final_norm(x)), **collect_axes(lambda: functions.unembed(x))},
+            "embed": embed,
+            "blocks": {kind: _axes(self.decoder.layer_arrays(kind)) for kind in self.decoder.kinds},
+            "head": {**head, "tokens": {"w": embed["tokens"]["w"]}} if self.decoder.tied else head,
         }
 
     @functools.cached_property
@@ -351,6 +335,23 @@ class Model:
     def encoded_positions(self, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
         """The arrays of the position encodings: see `numbers.encoded_positions`."""
         return encoded_positions(self.decoder, positions_BT)
+
+
+def _axes(arrays: Arrays) -> Params:
+    return _by_module(arrays, lambda array: array.axes)
+
+
+def _shape(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, jnp.float32)
+
+
+def _by_module(arrays: Arrays, value: Callable[[Array], object]) -> Params:
+    """value(array) of each array, by module and name."""
+    values: Params = {}
+    for path, array in arrays.items():
+        module, _, name = path.rpartition("/")
+        values.setdefault(module, {})[name] = value(array)
+    return values
 
 
 def _in_order(some: list[tuple[list[int], Params]]) -> Params:

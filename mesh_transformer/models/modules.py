@@ -9,14 +9,12 @@ Shapes: B sequences, T positions, D residual width. Parameters are float32 and a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mesh_transformer import spec
 from mesh_transformer.ops.attend.causal import Attend
@@ -26,7 +24,6 @@ from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
-ZEROS = hk.initializers.Constant(0.0)
 # of JAX's generators, one whose numbers are the same however an array is split
 _GENERATOR = "threefry2x32"
 
@@ -103,9 +100,13 @@ def at_position(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
     return jax.vmap(lambda x_TD, index: jax.lax.dynamic_slice_in_dim(x_TD, index, 1))(x_BTD, index_B)
 
 
-def parameter(name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None) -> jax.Array:
-    """A float32 parameter of the module, with the names of its dimensions."""
-    return hk.get_parameter(name, shape, jnp.float32, init=with_axes(init, *axes))
+def parameter(name: str, array: spec.Array) -> jax.Array:
+    """A float32 parameter of the module, as the specification describes it."""
+    if array.stddev is None:
+        init = hk.initializers.Constant(array.constant)
+    else:
+        init = hk.initializers.TruncatedNormal(array.stddev)
+    return hk.get_parameter(name, array.shape, jnp.float32, init=with_axes(init, *array.axes))
 
 
 class Linear(hk.Module):
@@ -125,10 +126,18 @@ class Linear(hk.Module):
         name: str,
     ):
         super().__init__(name)
-        init = hk.initializers.TruncatedNormal(stddev or 1 / np.sqrt(d_in))
+        arrays = spec.linear(axes, d_in, d_out, "other", bias=bias)
         self.axes = axes
-        self.w = parameter("w", (d_in, d_out), init, *axes)
-        self.b = parameter("b", (d_out,), ZEROS, axes[1]) if bias else None
+        self.w = parameter("w", arrays["w"]._replace(stddev=stddev or arrays["w"].stddev))
+        self.b = parameter("b", arrays["b"]) if bias else None
+
+    @classmethod
+    def of(cls, arrays: spec.Arrays, name: str) -> Self:
+        """The linear map `name` of a module that has these arrays."""
+        own = spec.inside(name, arrays)
+        w = own["w"]
+        d_in, d_out = w.shape
+        return cls(d_in, d_out, (w.axes[0], w.axes[1]), bias="b" in own, stddev=w.stddev, name=name)
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         return self.biased(matmul(x, self.w, out_dtype or x.dtype))
@@ -148,7 +157,7 @@ class OutputBias(hk.Module):
     """x + b, for a bias that is added after a sum over tensor-parallel shards: (B, T, D) -> (B, T, D)."""
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return add_bias(x_BTD, parameter("b", x_BTD.shape[-1:], ZEROS, "embed"))
+        return add_bias(x_BTD, parameter("b", spec.Array(("embed",), x_BTD.shape[-1:])))
 
 
 def _rms(x: jax.Array, eps: float) -> jax.Array:
@@ -163,12 +172,8 @@ def _length(x: jax.Array, eps: float) -> jax.Array:
     return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + eps)
 
 
-# of each kind of norm: (float32 x, eps) -> x normalized, and width -> the scale of a fresh model
-_NORMS: dict[str, tuple[Callable[[jax.Array, float], jax.Array], Callable[[int], float]]] = {
-    "layer": (_layer, lambda width: 1.0),
-    "rms": (_rms, lambda width: 1.0),
-    "length": (_length, math.sqrt),
-}
+# of each kind of norm: (float32 x, eps) -> x normalized
+_NORMS: dict[str, Callable[[jax.Array, float], jax.Array]] = {"layer": _layer, "rms": _rms, "length": _length}
 
 
 class Norm(hk.Module):
@@ -179,20 +184,11 @@ class Norm(hk.Module):
         self.norm, self.axis = norm, axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        width, (normalized, first_scale) = x.shape[-1], _NORMS[self.norm.kind]
-        y = normalized(x.astype(jnp.float32), self.norm.eps)
-        shape: tuple[int, ...] = () if self.norm.one_scale else (width,)
-        axes = (self.axis,) * len(shape)
-
-        def value_of(name: str, init: hk.initializers.Initializer) -> jax.Array:
-            value = parameter(name, shape, init, *axes).astype(y.dtype)
-            # not jnp.broadcast_to: what the backward pass keeps would have y's shape
-            return jax.lax.broadcast_to_rank(value, y.ndim)
-
-        if self.norm.plus_one:
-            y = y * (1 + value_of("scale", ZEROS))
-        else:
-            y = y * value_of("scale", hk.initializers.Constant(first_scale(width)))
-        if self.norm.offset:
-            y = y + value_of("offset", ZEROS)
-        return y.astype(x.dtype)
+        y = _NORMS[self.norm.kind](x.astype(jnp.float32), self.norm.eps)
+        # not jnp.broadcast_to: what the backward pass keeps would have y's shape
+        values = {
+            name: jax.lax.broadcast_to_rank(parameter(name, array).astype(y.dtype), y.ndim)
+            for name, array in self.norm.arrays(self.axis, x.shape[-1]).items()
+        }
+        y = y * (1 + values["scale"] if self.norm.plus_one else values["scale"])
+        return (y + values["offset"] if self.norm.offset else y).astype(x.dtype)

@@ -101,7 +101,7 @@ class Placement:
 
     def abstract(self, dtype: jnp.dtype) -> Params:
         """The parameters as `jax.ShapeDtypeStruct` for arithmetic in this dtype with their shardings."""
-        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        shapes = self.model.shapes
         typed = jax.tree.map(lambda x, own: x.update(dtype=own), shapes, self.model.dtypes(shapes, dtype))
         return self.partition.abstract(typed, self.model.axes)
 

@@ -1,9 +1,20 @@
 """A model as plain data, without jax: its decoder, and the tensors of other programs that hold its parameters."""
 
 from mesh_transformer.spec.alibi import Alibi
-from mesh_transformer.spec.arrays import Array, Arrays, Axes, AxesTree, below, linear, matrix
+from mesh_transformer.spec.arrays import (
+    Array,
+    Arrays,
+    Axes,
+    AxesTree,
+    below,
+    inside,
+    lecun_stddev,
+    linear,
+    matrix,
+    with_outputs,
+)
 from mesh_transformer.spec.attention import Attention, FromLatents, JointLatentAttention, LatentAttention
-from mesh_transformer.spec.decoder import Decoder
+from mesh_transformer.spec.decoder import T5_BUCKETS, Decoder
 from mesh_transformer.spec.feed_forward import Activation, Dense, Experts, Router
 from mesh_transformer.spec.layer import (
     Branch,
@@ -23,6 +34,7 @@ from mesh_transformer.spec.runs import Run, in_run, neighbours, runs_of, shared_
 from mesh_transformer.spec.tensors import TRANSPOSED, Split, Tensor, by_stack
 
 __all__ = [
+    "T5_BUCKETS",
     "TRANSPOSED",
     "Activation",
     "Alibi",
@@ -56,6 +68,8 @@ __all__ = [
     "below",
     "by_stack",
     "in_run",
+    "inside",
+    "lecun_stddev",
     "linear",
     "matrix",
     "neighbours",
@@ -67,4 +81,5 @@ __all__ = [
     "sequential",
     "shared_run",
     "starts",
+    "with_outputs",
 ]

@@ -1,4 +1,4 @@
-"""The parameters of a part of a model: names and sizes of their dimensions."""
+"""The parameters of a part of a model: names and sizes of their dimensions, and their initial values."""
 
 import math
 from collections.abc import Mapping
@@ -12,18 +12,23 @@ Role = Literal["input", "inner", "output", "other"]
 
 
 class Array(NamedTuple):
-    """A parameter: names and sizes of its dimensions, and what it does to a token.
+    """A parameter: names and sizes of its dimensions, its initial values, and what it does to a token.
 
     `used` is the number of elements by which each token is multiplied: all of a matrix, none of a bias, a norm or a
     table, and only the chosen experts' part of the matrices of routed experts. A matrix has a role. input: it
     multiplies what the mechanism reads. output: its product is what the mechanism adds. inner: it stands between inputs
     and outputs. other: a narrow matrix, such as a router.
+
+    The initial values are truncated normal with `stddev`, cut at two standard deviations; or `constant`, if `stddev` is
+    None.
     """
 
     axes: Axes
     shape: tuple[int, ...]
     used: int = 0
     role: Role = "other"
+    stddev: float | None = None
+    constant: float = 0.0
 
     @property
     def size(self) -> int:
@@ -36,8 +41,14 @@ Arrays = dict[str, Array]
 
 
 def matrix(axes: Axes, shape: tuple[int, ...], role: Role) -> Array:
-    """A matrix by which every token is multiplied."""
-    return Array(axes, shape, math.prod(shape), role)
+    """A matrix by which every token is multiplied: (..., D_in, D_out)."""
+    return Array(axes, shape, math.prod(shape), role, lecun_stddev(shape))
+
+
+def lecun_stddev(shape: tuple[int, ...]) -> float:
+    """1 / sqrt(D_in), the standard deviation of a matrix (..., D_in, D_out) whose products are as large as its input
+    (LeCun et al. 1998, Efficient BackProp)."""
+    return 1 / math.sqrt(shape[-2])
 
 
 def linear(axes: tuple[str | None, str | None], d_in: int, d_out: int, role: Role, *, bias: bool = False) -> Arrays:
@@ -46,6 +57,16 @@ def linear(axes: tuple[str | None, str | None], d_in: int, d_out: int, role: Rol
     return {**weights, "b": Array(axes[1:], (d_out,))} if bias else weights
 
 
+def with_outputs(arrays: Arrays, stddev: float) -> Arrays:
+    """The arrays, with another standard deviation of the matrices whose products a layer adds."""
+    return {path: array._replace(stddev=stddev) if array.role == "output" else array for path, array in arrays.items()}
+
+
 def below(name: str, arrays: Arrays) -> Arrays:
     """The arrays of a module that is called `name` inside of another."""
     return {f"{name}/{path}": array for path, array in arrays.items()}
+
+
+def inside(name: str, arrays: Arrays) -> Arrays:
+    """The inverse of `below`: the arrays of the module `name`, by their path in it."""
+    return {path.removeprefix(f"{name}/"): array for path, array in arrays.items() if path.startswith(f"{name}/")}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mesh_transformer.fields import SHARED, WHOLE, Size
-from mesh_transformer.spec.arrays import Array, Arrays, below, matrix
+from mesh_transformer.spec.arrays import Array, Arrays, below, matrix, with_outputs
 from mesh_transformer.spec.feed_forward import Experts
 from mesh_transformer.spec.layer import Layer
 from mesh_transformer.spec.mechanism import Attends, Mechanism, Numbers, PositionEncoding
@@ -15,6 +15,8 @@ from mesh_transformer.spec.runs import Run, in_run, runs_of, shared_run, starts
 
 # buckets of distances in T5's relative bias
 T5_BUCKETS = 32
+# of fresh tables of positions and of distances
+TABLE_STDDEV = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ class Decoder:
         for number, (run, start) in enumerate(zip(self.runs, starts(self.runs), strict=False)):
             layers: dict[str, list[int]] = {}
             for layer, kind in enumerate(run.kinds, start):
-                for path in _arrays(kind, self.d_model):
+                for path in self.layer_arrays(kind):
                     layers.setdefault(path, []).append(layer)
             for path, rows in layers.items():
                 stacks.setdefault(path, []).append((in_run(path, number, len(self.runs)), tuple(rows)))
@@ -148,26 +150,42 @@ class Decoder:
             axis = SHARED if number == shared else WHOLE
             rows: dict[str, int] = {}
             for kind in run.period:
-                for path, array in _arrays(kind, self.d_model).items():
+                for path, array in self.layer_arrays(kind).items():
                     rows[path] = rows.get(path, 0) + run.repeats
                     name = in_run(path, number, len(self.runs))
                     stacked = (axis, *array.axes), (rows[path], *array.shape)
                     blocks[name] = array._replace(axes=stacked[0], shape=stacked[1], used=array.used * rows[path])
-        return {**below("embed", self._embedding()), **below("blocks", blocks), **below("head", self._head())}
+        return {**below("embed", self.embedding_arrays), **below("blocks", blocks), **below("head", self.head_arrays)}
 
-    def _embedding(self) -> Arrays:
-        arrays = {"tokens/w": Array(("vocab", "embed"), (self.padded_vocab, self.d_model))}
+    def layer_arrays(self, kind: Layer) -> Arrays:
+        """The parameters of one layer of a kind, by module and name, such as `attention/q/w`."""
+        return _arrays(kind, self.d_model, self.output_stddev)
+
+    @property
+    def output_stddev(self) -> float:
+        """The standard deviation of a fresh model's matrices whose products the layers add to the residual stream."""
+        return 2 / len(self.layers) / math.sqrt(self.d_model)
+
+    @functools.cached_property
+    def embedding_arrays(self) -> Arrays:
+        """The parameters of the embedding."""
+        tokens, stddev = (self.padded_vocab, self.d_model), 1 / math.sqrt(self.n_vocab)
+        arrays = {"tokens/w": Array(("vocab", "embed"), tokens, stddev=stddev)}
         if self.embed_bias:
             arrays["tokens/b"] = Array(("embed",), (self.d_model,))
         if self.embed_norm is not None:
             arrays |= below("norm", self.embed_norm.arrays("embed", self.d_model))
         if self.learned_positions:
-            arrays["positions/w"] = Array((None, "embed"), (self.unused_positions + self.seq, self.d_model))
+            positions = self.unused_positions + self.seq, self.d_model
+            arrays["positions/w"] = Array((None, "embed"), positions, stddev=TABLE_STDDEV)
         if self.relative_bias:
-            arrays["relative/w"] = Array(("heads", None), (self.attentions[0].heads, T5_BUCKETS))
+            buckets = self.attentions[0].heads, T5_BUCKETS
+            arrays["relative/w"] = Array(("heads", None), buckets, stddev=TABLE_STDDEV)
         return arrays
 
-    def _head(self) -> Arrays:
+    @functools.cached_property
+    def head_arrays(self) -> Arrays:
+        """The parameters of the final norm and of the logits, without a table that is tied to the embedding."""
         arrays = below("norm", self.final_norm.arrays("embed", self.d_model))
         if not self.tied:
             arrays["logits/w"] = matrix(("embed", "vocab"), (self.d_model, self.padded_vocab), "output")
@@ -190,5 +208,5 @@ class Decoder:
 
 # all layers of a kind have the same arrays
 @functools.cache
-def _arrays(kind: Layer, width: int) -> Arrays:
-    return kind.arrays(width)
+def _arrays(kind: Layer, width: int, output_stddev: float) -> Arrays:
+    return with_outputs(kind.arrays(width), output_stddev)

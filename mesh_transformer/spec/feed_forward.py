@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mesh_transformer.fields import Size
-from mesh_transformer.spec.arrays import Array, Arrays, below, linear
+from mesh_transformer.spec.arrays import Array, Arrays, below, lecun_stddev, linear
 from mesh_transformer.spec.mechanism import Mechanism
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
@@ -105,8 +105,8 @@ class Experts(Mechanism):
             router["router/bias"] = Array((None,), (self.count,))
         wide, narrow = (self.count, width, self.d_ff), (self.count, self.d_ff, width)
         used = self.router.chosen * width * self.d_ff
-        into = Array(("experts", "embed", "mlp"), wide, used, "input")
-        out = Array(("experts", "mlp", "embed"), narrow, used, "output")
+        into = Array(("experts", "embed", "mlp"), wide, used, "input", lecun_stddev(wide))
+        out = Array(("experts", "mlp", "embed"), narrow, used, "output", lecun_stddev(narrow))
         names = ("gate", "in") if self.gated else ("in",)
         experts = {**dict.fromkeys(names, into), "out": out}
         if self.bias:

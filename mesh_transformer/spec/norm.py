@@ -1,5 +1,6 @@
 """Normalization as plain data."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,5 +24,7 @@ class Norm:
 
     def arrays(self, axis: str | None, width: int) -> Arrays:
         """The scale, and the offset if there is one, of a norm over `width` dims that are called `axis`."""
-        one = Array((), ()) if self.one_scale else Array((axis,), (width,))
-        return {"scale": one, "offset": one} if self.offset else {"scale": one}
+        offset = Array((), ()) if self.one_scale else Array((axis,), (width,))
+        first_scale = math.sqrt(width) if self.kind == "length" else 1.0
+        scale = offset._replace(constant=0.0 if self.plus_one else first_scale)
+        return {"scale": scale, "offset": offset} if self.offset else {"scale": scale}

@@ -139,7 +139,7 @@ class TrainProgram:
         self._tiles = self._vocab_tiles()
         self.axes, self.frozen_axes = split(self.model.axes)
         self.optimizer = Optimizer(config.optimizer, self.axes)
-        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        shapes = jax.eval_shape(self._fresh, self.model.shapes)
         self.state_shardings = self._state_shardings(shapes)
         # what a checkpoint is restored into
         self.abstract_state = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, self.state_shardings)
@@ -187,8 +187,12 @@ class TrainProgram:
         return TrainState(whole, params, opt_state, NoiseAverages(whole, whole), whole, frozen)
 
     def _init(self, key: jax.Array) -> TrainState:
-        params, frozen = self.split(self.model.init(key))
-        return _begin(params, self.optimizer.init(params), frozen)
+        return self._fresh(self.model.init(key))
+
+    def _fresh(self, params: Params) -> TrainState:
+        """The state at step 0, from the parameters of the model."""
+        trained, frozen = self.split(params)
+        return _begin(trained, self.optimizer.init(trained), frozen)
 
     def _train_step(self, state: TrainState, sequences: Sequences | jax.Array) -> tuple[TrainState, Metrics]:
         """One update from sequences (A, B, T + 1), or from their tokens alone.

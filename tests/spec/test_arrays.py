@@ -1,15 +1,22 @@
 """The arrays that mechanisms, layers and decoders declare, against the models; and layers cut into runs."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import pytest
 from support.builders import TINY, float32_model
 from support.families import MODELS
 
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.config import ComputeConfig, parse_config
-from mesh_transformer.fields import STACKS
+from mesh_transformer.fields import SHARED, STACKS, WHOLE
+from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.model import Model
+from mesh_transformer.models.numbers import LayerNumbers
 from mesh_transformer.models.stack import by_run
+from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.parallel.sharding import collect_axes
 from mesh_transformer.spec import Decoder, Run, in_run, neighbours, runs_of, shared_run, starts
 
 CLASSIC = {
@@ -34,17 +41,32 @@ def test_arrays_are_the_parameters_of_the_model(name: str) -> None:
     assert found == {path: leaf.shape for path, leaf in flatten(shapes).items()}
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_arrays_have_the_dimension_names_of_the_modules(name: str) -> None:
+    decoder = decoder_of(name)
+    model = Model(decoder, ComputeConfig(dtype="float32", remat="none"))
+    tokens, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, decoder.d_model))
+    encoded, numbers = model.encoded_positions(tokens), LayerNumbers(None, 0)
+    embed = collect_axes(lambda: modules.embed(decoder, tokens, tokens)[0])
+    head = collect_axes(lambda: modules.final_norm(decoder, x)) | collect_axes(lambda: modules.unembed(decoder, x))
+    assert (embed, head) == (model.stage_axes["embed"], model.stage_axes["head"])
+    for kind in decoder.kinds:
+        ctx = model.context(kind, Causal(), encoded, numbers)
+        block = collect_axes(functools.partial(modules.block, decoder, kind, x, ctx))
+        assert block == model.stage_axes["blocks"][kind]
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", ALL)
-def test_arrays_have_the_dimension_names_of_the_model(name: str, stages: int) -> None:
+def test_stacks_of_a_pipeline_are_split(name: str, stages: int) -> None:
     decoder = decoder_of(name)
-    model = Model(decoder, ComputeConfig(dtype="float32", remat="none"), stages)
-    arrays = decoder.arrays(stages)
-    named = jax.tree.leaves_with_path(model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
-    axes = {jax.tree_util.keystr(path, simple=True, separator="/"): names for path, names in named}
-    assert {path: array.axes for path, array in arrays.items()} == axes
-    for path, array in arrays.items():
+    shared = decoder.shared_run(stages)
+    for path, array in decoder.arrays(stages).items():
         assert len(array.axes) == len(array.shape), path
+        stage, _, rest = path.partition("/")
+        if stage == "blocks":
+            run = int(rest.partition("/")[0]) if len(decoder.runs) > 1 else 0
+            assert array.axes[0] == (SHARED if run == shared else WHOLE), path
 
 
 @pytest.mark.parametrize("name", ALL)
