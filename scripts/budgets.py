@@ -18,7 +18,7 @@ import tarfile
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,10 +31,10 @@ PACKAGE = "mesh_transformer"
 OTHERS = ("scripts", "benchmarks", "examples")
 COMMANDS, TOTAL, CORE = "commands", "total", "core"
 CORE_FOLDERS = ("models", "ops", "parallel", "train", "families", "spec", "optimizers")
-# a server's modules of these parts grow with the models, and are not counted
+# a server's modules of these parts grow with the models, and are not counted; nor the files of a specification
 NOT_COUNTED = ("families", "spec")
 LINES, ANY, FILES = "code lines", "Any per thousand code lines", "files"
-STEP, SERVER = "a traced training step executes", "a server loads"
+FORWARD, STEP, SERVER = "a traced forward pass executes", "a traced training step executes", "a server loads"
 # the limit of a figure that --record sets is the next multiple
 ROUNDED = {ANY: 0.5, FILES: 1.0}
 # commits that are no older than this before HEAD landed with it
@@ -139,36 +139,58 @@ def server_modules() -> list[str]:
     return sorted(".".join(name) for name in names if name[1:2] not in [[part] for part in NOT_COUNTED])
 
 
-def step_files() -> list[str]:
-    """The files of the package whose functions run while the training step of a small GPT-J is traced."""
+def traced_files() -> dict[str, list[str]]:
+    """The files of the package outside of spec/ whose functions run while a small GPT-J is traced: its forward pass
+    without a cache, and its training step."""
     import jax
+    import jax.numpy as jnp
 
     from mesh_transformer.config import parse_config
     from mesh_transformer.models.placement import Placement
+    from mesh_transformer.parallel.sharding import use
     from mesh_transformer.train.step import TrainProgram, lower_step
 
     jax.config.update("jax_platforms", "cpu")
     config = parse_config({"model": MODEL, "data": {"batch_size": 8}})
     program = TrainProgram(Placement.of(config, jax.devices()[:1]), config)
-    folder = ROOT / PACKAGE
-    found: set[str] = set()
+    model, tokens = program.model, jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
+
+    def forward() -> None:
+        with use(program.partition):
+            jax.jit(lambda params, tokens: model.apply(params, tokens)[0]).lower(model.shapes, tokens)
+
+    def step() -> None:
+        lower_step(program, config.optimizer.gradient_accumulation_steps, 8)
+
+    return {FORWARD: entered(forward), STEP: entered(step)}
+
+
+def entered(trace: Callable[[], None]) -> list[str]:
+    """The files of the package outside of spec/ whose functions run in a call."""
+    names: set[str] = set()
 
     def enter(frame: FrameType, event: str, _: Any) -> None:
         # an import inside a function runs the file, but no function of it
         if event == "call" and frame.f_code.co_name != "<module>":
-            found.add(frame.f_code.co_filename)
+            names.add(frame.f_code.co_filename)
 
     sys.setprofile(enter)
     try:
-        lower_step(program, config.optimizer.gradient_accumulation_steps, 8)
+        trace()
     finally:
         sys.setprofile(None)
-    return sorted(Path(name).relative_to(folder).as_posix() for name in found if Path(name).is_relative_to(folder))
+    folder = ROOT / PACKAGE
+    files = (Path(name).relative_to(folder).as_posix() for name in names if Path(name).is_relative_to(folder))
+    return sorted(file for file in files if not file.startswith("spec/"))
 
 
 def measured() -> Figures:
     """All figures. Call it in a new process, in which nothing else was imported."""
-    return {**of_the_sources(), FILES: {SERVER: len(server_modules()), STEP: len(step_files())}}
+    modules = len(server_modules())
+    return {
+        **of_the_sources(),
+        FILES: {SERVER: modules, **{name: len(files) for name, files in traced_files().items()}},
+    }
 
 
 def limits() -> Figures:
@@ -241,8 +263,9 @@ def _page(most: Mapping[str, Mapping[str, float]]) -> str:
     return (
         "\n| folder | `Any` in a thousand code lines, at most |\n|---|---|\n"
         + "\n".join([*rows, f"| all of these | {most[ANY][CORE]:g} |"])
-        + "\n\n- While the training step of a small GPT-J is traced, functions of at most "
-        f"{most[FILES][STEP]:g} files of the package run.\n"
+        + "\n\n- While a small GPT-J is traced, functions of at most "
+        f"{most[FILES][FORWARD]:g} files of the package run in its forward pass, and of {most[FILES][STEP]:g} in its "
+        "training\n  step, `spec` aside.\n"
         f"- A server loads at most {most[FILES][SERVER]:g} modules of the package, `families` and `spec` aside.\n\n"
     )
 

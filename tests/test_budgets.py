@@ -61,9 +61,11 @@ def test_what_a_code_line_is() -> None:
 
 
 def test_the_files_of_a_step_are_those_that_are_entered() -> None:
-    found = budgets.step_files()
-    assert {"train/step.py", "models/decoder.py", "ops/linear.py"} <= set(found)
-    assert not [name for name in found if name.startswith(("checkpoint/", "infer/", "families/llama"))]
+    files = budgets.traced_files()
+    forward, step = set(files[budgets.FORWARD]), set(files[budgets.STEP])
+    assert {"models/decoder.py", "ops/linear.py"} <= forward < step | {"models/forward.py"}
+    assert "train/step.py" in step - forward
+    assert not [name for name in step if name.startswith(("checkpoint/", "infer/", "families/", "spec/"))]
     assert sys.getprofile() is None
 
 
