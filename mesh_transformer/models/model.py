@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -29,12 +29,12 @@ from mesh_transformer.models.numbers import LayerNumbers, encoded_positions, pos
 from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import KeyValueView, KVCache, ring_length
-from mesh_transformer.ops.attend.causal import Attend, Causal
+from mesh_transformer.ops.attend.causal import Attend
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import Axes, Block, Params, constrain, gather_weights
-from mesh_transformer.spec import Array, Arrays, CacheEntry, Decoder, Layer, Run, in_run, inside
+from mesh_transformer.spec import Arrays, CacheEntry, Decoder, Layer, Run, in_run
 
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
@@ -84,42 +84,35 @@ class Model:
     def init(self, key: jax.Array) -> Params:
         """Float32 parameters. The values depend only on the key, not on the mesh."""
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        tokens, x, ctx = self._example()
-        head: Params = {**self.stages.final_norm.init(head_key, x), **self.stages.unembed.init(head_key, x)}
+        runs, keys = self.decoder.runs, jax.random.split(block_key, len(self.decoder.layers))
+        blocks = [self._init_run(run, rows) for run, rows in zip(runs, rows_by_run(keys, runs), strict=True)]
         return {
-            "embed": self.stages.embed.init(embed_key, tokens, tokens),
-            "blocks": self._init_blocks(block_key, x, ctx),
-            "head": self._own_head(head),
+            "embed": _drawn(self.decoder.embedding_arrays, embed_key),
+            "blocks": joined_runs(blocks),
+            "head": _drawn(self.decoder.head_arrays, head_key),
         }
 
-    def _init_blocks(self, key: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Block:
-        runs = self.decoder.runs
-        keys = jax.random.split(key, len(self.decoder.layers))
-        return joined_runs(
-            [self._init_run(run, own, x_BTD, ctx) for run, own in zip(runs, rows_by_run(keys, runs), strict=True)]
-        )
-
-    def _init_run(self, run: Run[Layer], keys: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Block:
-        found: dict[str, list[tuple[list[int], Params]]] = {}
+    def _init_run(self, run: Run[Layer], keys: jax.Array) -> Block:
+        stacks: dict[str, list[tuple[list[int], Params]]] = {}
         for kind in dict.fromkeys(run.period):
-            own = [number for number, other in enumerate(run.kinds) if other is kind]
-            init = jax.vmap(lambda k, kind=kind: self.stages.blocks[kind].init(k, x_BTD, ctx(kind)))
-            stacked: Block = init(keys if len(own) == run.layers else keys[np.array(own)])
+            layers = [number for number, other in enumerate(run.kinds) if other is kind]
+            init = jax.vmap(functools.partial(_drawn, self.decoder.layer_arrays(kind)))
+            stacked: Block = init(keys if len(layers) == run.layers else keys[np.array(layers)])
             for module, leaves in stacked.items():
-                found.setdefault(module, []).append((own, leaves))
-        return {module: _in_order(some) for module, some in found.items()}
+                stacks.setdefault(module, []).append((layers, leaves))
+        return {module: _in_order(of_kinds) for module, of_kinds in stacks.items()}
 
     @functools.cached_property
     def axes(self) -> Params:
         """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
         arrays = self.decoder.arrays(self.stages_of_pipeline)
-        return {stage: _axes(inside(stage, arrays)) for stage in ("embed", "blocks", "head")}
+        return _by_stage({path: array.axes for path, array in arrays.items()})
 
     @property
     def shapes(self) -> Params:
         """What `init` returns, as `jax.ShapeDtypeStruct`."""
         arrays = self.decoder.arrays()
-        return {stage: _by_module(inside(stage, arrays), _shape) for stage in ("embed", "blocks", "head")}
+        return _by_stage({path: jax.ShapeDtypeStruct(array.shape, jnp.float32) for path, array in arrays.items()})
 
     @functools.cached_property
     def stage_axes(self) -> Params:
@@ -150,16 +143,6 @@ class Model:
                     used[module] = used.get(module, 0) + 1
                 found.append(layer)
         return found
-
-    def _own_head(self, head: Params) -> Params:
-        """The head's parameters without a table that is tied to the embedding."""
-        return {module: leaves for module, leaves in head.items() if module != "tokens"}
-
-    def _example(self) -> tuple[jax.Array, jax.Array, Callable[[Layer], Context]]:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        x_BTD = jnp.zeros((1, 1, self.decoder.d_model), jnp.float32)
-        encoded, first = self.encoded_positions(tokens), LayerNumbers(None, 0)
-        return tokens, x_BTD, lambda kind: self.context(kind, Causal(), encoded, first)
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
@@ -337,21 +320,38 @@ class Model:
         return encoded_positions(self.decoder, positions_BT)
 
 
-def _axes(arrays: Arrays) -> Params:
-    return _by_module(arrays, lambda array: array.axes)
-
-
-def _shape(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, jnp.float32)
-
-
-def _by_module(arrays: Arrays, value: Callable[[Array], object]) -> Params:
-    """value(array) of each array, by module and name."""
-    values: Params = {}
+def _drawn(arrays: Arrays, key: jax.Array) -> Params:
+    """Fresh values, float32. Each array that is not constant has the next key."""
+    drawn = {}
     for path, array in arrays.items():
+        if array.stddev is None:
+            drawn[path] = jnp.full(array.shape, array.constant)
+        else:
+            key, array_key = jax.random.split(key)
+            drawn[path] = array.stddev * jax.random.truncated_normal(array_key, -2, 2, array.shape)
+    return _by_module(drawn)
+
+
+def _axes(arrays: Arrays) -> Params:
+    return _by_module({path: array.axes for path, array in arrays.items()})
+
+
+def _by_stage(values: Mapping[str, object]) -> Params:
+    """Values by path as a tree: by stage, module and name."""
+    stages: dict[str, dict[str, object]] = {}
+    for path, value in values.items():
+        stage, _, inner = path.partition("/")
+        stages.setdefault(stage, {})[inner] = value
+    return {stage: _by_module(inner) for stage, inner in stages.items()}
+
+
+def _by_module(values: Mapping[str, object]) -> Params:
+    """Values by path as a tree: by module and name."""
+    tree: Params = {}
+    for path, value in values.items():
         module, _, name = path.rpartition("/")
-        values.setdefault(module, {})[name] = value(array)
-    return values
+        tree.setdefault(module, {})[name] = value
+    return tree
 
 
 def _in_order(some: list[tuple[list[int], Params]]) -> Params:

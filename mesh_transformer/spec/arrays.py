@@ -37,7 +37,7 @@ class Array(NamedTuple):
 
 
 Arrays = dict[str, Array]
-"""Parameters by their path below a module, such as `q/w`."""
+"""Parameters by their path below a module, such as `q/w`, in the order in which a fresh model draws them."""
 
 
 def matrix(axes: Axes, shape: tuple[int, ...], role: Role) -> Array:

@@ -170,10 +170,8 @@ class JointLatentAttention(FromLatents):
             **below("q_a", linear(("embed", None), width, self.q_rank, "input", bias=True)),
             **below("kv_a", linear(("embed", None), width, self.kv_rank, "input", bias=True)),
             **below("q_b", linear((None, "heads"), self.q_rank, self.heads * self.nope_dims, "inner", bias=True)),
-            **self._from_latents(width),
-            "kv_b/b": Array(("heads",), (made,)),
         }
         if self.positions:
             arrays |= below("q_r", linear((None, "heads"), both, self.positions.dims, "inner", bias=True))
             arrays |= below("k_r", linear((None, None), both, self.rotary_dims, "inner", bias=True))
-        return arrays
+        return {**arrays, **self._from_latents(width), "kv_b/b": Array(("heads",), (made,))}

@@ -40,10 +40,10 @@ class Dense(Mechanism):
 
     def arrays(self, width: int) -> Arrays:
         """See `Mechanism`."""
-        arrays = below("out", linear(("mlp", "embed"), self.d_ff, width, "output"))
+        arrays: Arrays = {}
         for name in self.inputs:
             arrays |= below(name, linear(("embed", "mlp"), width, self.d_ff, "input", bias=self.bias))
-        return arrays
+        return arrays | below("out", linear(("mlp", "embed"), self.d_ff, width, "output"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +99,7 @@ class Experts(Mechanism):
         return ("experts", count), ("mlp", hidden), *(self.shared.sizes if self.shared else ())
 
     def arrays(self, width: int) -> Arrays:
-        """See `Mechanism`: the router, the matrices of all experts, and the shared feed-forward."""
-        router = below("router", linear(("embed", None), width, self.count, "other", bias=self.router.logit_bias))
-        if self.router.bias:
-            router["router/bias"] = Array((None,), (self.count,))
+        """See `Mechanism`: the matrices of all experts, the shared feed-forward, and the router."""
         wide, narrow = (self.count, width, self.d_ff), (self.count, self.d_ff, width)
         used = self.router.chosen * width * self.d_ff
         into = Array(("experts", "embed", "mlp"), wide, used, "input", lecun_stddev(wide))
@@ -112,9 +109,12 @@ class Experts(Mechanism):
         if self.bias:
             experts |= {f"{name}_b": Array(("experts", "mlp"), (self.count, self.d_ff)) for name in names}
             experts["out_b"] = Array(("experts", "embed"), (self.count, width))
-        arrays = {**router, **below("experts", experts)}
-        if self.shared is None:
-            return arrays
-        arrays |= below("shared", self.shared.arrays(width))
-        gate = below("shared_gate", linear(("embed", None), width, 1, "other"))
-        return {**arrays, **gate} if self.shared_gate else arrays
+        arrays = below("experts", experts)
+        if self.shared is not None:
+            arrays |= below("shared", self.shared.arrays(width))
+        if self.shared_gate:
+            arrays |= below("shared_gate", linear(("embed", None), width, 1, "other"))
+        arrays |= below("router", linear(("embed", None), width, self.count, "other", bias=self.router.logit_bias))
+        if self.router.bias:
+            arrays["router/bias"] = Array((None,), (self.count,))
+        return arrays
