@@ -43,7 +43,7 @@ from mesh_transformer.estimate.closed_form import GIB, estimate
 from mesh_transformer.estimate.rates import GPU_PRODUCT_SHARE
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.models.mechanisms import MODULES
+from mesh_transformer.models.block import MODULES
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.spec.flops import flops_per_token
 from mesh_transformer.train.step import TrainProgram

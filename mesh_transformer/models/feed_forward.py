@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import spec
-from mesh_transformer.models.modules import Context, Linear, Means, columns, parameter
+from mesh_transformer.models.modules import Context, Linear, columns, parameter
+from mesh_transformer.models.stack import Means
 from mesh_transformer.ops import experts as routed
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.tensor_parallel import row

@@ -15,7 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.models.modules import Means
+from mesh_transformer.models.stack import Means
 from mesh_transformer.parallel.sharding import AxesTree, Block, Params, collect_axes, gather_weights, map_axes, use
 
 Batch = Any

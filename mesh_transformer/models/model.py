@@ -1,6 +1,6 @@
 """A model of any family: parameters, the names of their dimensions, and the loop over layers.
 
-Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of a module are stacked by
+Embedding, block (models/block.py) and head are separate `hk.transform`s. The parameters of a module are stacked by
 run (`spec.Decoder.runs`), and one compiled block serves all layers of a kind: compile time does not grow with their
 number.
 
@@ -11,30 +11,45 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.config import ComputeConfig
-from mesh_transformer.models import decoder as modules
-from mesh_transformer.models.feed_forward import is_router
-from mesh_transformer.models.forward import constrain_residual, layers
-from mesh_transformer.models.modules import Context, Dropout, Means
-from mesh_transformer.models.numbers import LayerNumbers, encoded_positions, positions_of
-from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
+from mesh_transformer import spec
+from mesh_transformer.models.block import (
+    LayerNumbers,
+    block,
+    encoded_positions,
+    layer_numbers,
+    positions_of,
+    static_numbers,
+)
+from mesh_transformer.models.modules import (
+    Bias,
+    Context,
+    Dropout,
+    Embedding,
+    Linear,
+    Norm,
+    PositionTable,
+    RelativeBias,
+    at_position,
+)
+from mesh_transformer.models.parameters import Parameters, mask_padding
+from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Means, Outputs, Rows, by_row, over_layers
 from mesh_transformer.ops.attend import context
-from mesh_transformer.ops.attend.cached import KeyValueView, KVCache, ring_length
-from mesh_transformer.ops.attend.causal import Attend
+from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
+from mesh_transformer.ops.attend.causal import Attend, soft_capped
+from mesh_transformer.ops.attend.kernel import Windows
 from mesh_transformer.ops.experts import Dispatch
-from mesh_transformer.ops.linear import PackedBlock
+from mesh_transformer.ops.linear import PackedBlock, matmul
 from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import Axes, Block, Params, constrain, gather_weights
-from mesh_transformer.spec import Arrays, CacheEntry, Decoder, Layer, Run, in_run
+from mesh_transformer.spec import CacheEntry, Layer
 
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
@@ -42,6 +57,53 @@ KEPT = {
     "save_attn": ["block_in", "attn_out"],
     "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
 }
+
+
+Views = Sequence[KeyValueView | None]
+"""The caches of groups of layers; None: no cache."""
+_Carry = tuple[jax.Array, KeyValueView | None]
+"""What a layer passes on to the next: the residual stream, and the view that it has written."""
+_Computed = tuple[_Carry, Outputs]
+_Carries = tuple[jax.Array, Views]
+
+
+def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
+    """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if there is
+    one."""
+    d = decoder
+    x_BTD = token_table(d)(tokens_BT)
+    if d.embed_scale != 1:
+        x_BTD = x_BTD * jnp.asarray(d.embed_scale, x_BTD.dtype)
+    if d.embed_norm is not None:
+        x_BTD = Norm(d.embed_norm, name="norm")(x_BTD)
+    if d.learned_positions:
+        table = PositionTable(d.embedding_arrays["positions/w"], name="positions")
+        x_BTD = x_BTD + table(d.unused_positions + positions_BT)
+    if not d.relative_bias:
+        return x_BTD, None
+    return x_BTD, RelativeBias(d.embedding_arrays["relative/w"], d.seq, name="relative")()
+
+
+def final_norm(decoder: spec.Decoder, x_BTD: jax.Array) -> jax.Array:
+    """(B, T, D) -> (B, T, D)."""
+    return Norm(decoder.final_norm, name="norm")(x_BTD)
+
+
+def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
+    """The logits of the final norm's output: (B, T, D) -> (B, T, V) float32."""
+    d = decoder
+    if d.tied:
+        logits_BTV = matmul(y_BTD, token_table(d).table().T, jnp.float32)
+    else:
+        logits_BTV = Linear.of(d.head_arrays, "logits")(y_BTD, jnp.float32)
+    if d.logit_scale != 1:
+        logits_BTV = logits_BTV * d.logit_scale
+    return logits_BTV if d.softcap is None else soft_capped(logits_BTV, d.softcap)
+
+
+def token_table(decoder: spec.Decoder) -> Embedding:
+    """The embedding of the tokens, which a tied head reads too."""
+    return Embedding.of(decoder.embedding_arrays, "tokens")
 
 
 class _Stages(NamedTuple):
@@ -54,123 +116,19 @@ class _Stages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Model:
-    """`init`, `apply`, and the names of the parameters' dimensions.
-
-    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. The groups of layers of a pipeline,
-    in all rounds of all stages, are `stages_of_pipeline`. They share out one run (`Decoder.shared_run`).
-    """
-
-    decoder: Decoder
-    compute: ComputeConfig
-    stages_of_pipeline: int = 1
+class Model(Parameters):
+    """`init`, `apply`, and the names of the parameters' dimensions."""
 
     @functools.cached_property
     def stages(self) -> _Stages:
         """The `hk.transform` of each stage."""
         of = functools.partial
         return _Stages(
-            hk.transform(of(modules.embed, self.decoder)),
-            {kind: hk.transform(of(modules.block, self.decoder, kind)) for kind in self.decoder.kinds},
-            hk.transform(of(modules.final_norm, self.decoder)),
-            hk.transform(of(modules.unembed, self.decoder)),
+            hk.transform(of(embed, self.decoder)),
+            {kind: hk.transform(of(block, self.decoder, kind)) for kind in self.decoder.kinds},
+            hk.transform(of(final_norm, self.decoder)),
+            hk.transform(of(unembed, self.decoder)),
         )
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the arithmetic and of the cache."""
-        return jnp.dtype(self.compute.dtype)
-
-    def init(self, key: jax.Array) -> Params:
-        """Float32 parameters. The values depend only on the key, not on the mesh."""
-        embed_key, block_key, head_key = jax.random.split(key, 3)
-        runs, keys = self.decoder.runs, jax.random.split(block_key, len(self.decoder.layers))
-        blocks = [self._init_run(run, rows) for run, rows in zip(runs, rows_by_run(keys, runs), strict=True)]
-        return {
-            "embed": _drawn(self.decoder.embedding_arrays, embed_key),
-            "blocks": joined_runs(blocks),
-            "head": _drawn(self.decoder.head_arrays, head_key),
-        }
-
-    def _init_run(self, run: Run[Layer], keys: jax.Array) -> Block:
-        stacks: dict[str, list[tuple[list[int], Params]]] = {}
-        for kind in dict.fromkeys(run.period):
-            layers = [number for number, other in enumerate(run.kinds) if other is kind]
-            init = jax.vmap(functools.partial(_drawn, self.decoder.layer_arrays(kind)))
-            stacked: Block = init(keys if len(layers) == run.layers else keys[np.array(layers)])
-            for module, leaves in stacked.items():
-                stacks.setdefault(module, []).append((layers, leaves))
-        return {module: _in_order(of_kinds) for module, of_kinds in stacks.items()}
-
-    @functools.cached_property
-    def axes(self) -> Params:
-        """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
-        arrays = self.decoder.arrays(self.stages_of_pipeline)
-        return _by_stage({path: array.axes for path, array in arrays.items()})
-
-    @property
-    def shapes(self) -> Params:
-        """What `init` returns, as `jax.ShapeDtypeStruct`."""
-        arrays = self.decoder.arrays()
-        return _by_stage({path: jax.ShapeDtypeStruct(array.shape, jnp.float32) for path, array in arrays.items()})
-
-    @functools.cached_property
-    def stage_axes(self) -> Params:
-        """The dimension names of each stage's parameters: one layer of each kind; with a tied table for the head."""
-        embed, head = _axes(self.decoder.embedding_arrays), _axes(self.decoder.head_arrays)
-        return {
-            "embed": embed,
-            "blocks": {kind: _axes(self.decoder.layer_arrays(kind)) for kind in self.decoder.kinds},
-            "head": {**head, "tokens": {"w": embed["tokens"]["w"]}} if self.decoder.tied else head,
-        }
-
-    @functools.cached_property
-    def runs(self) -> tuple[Run[Kind], ...]:
-        """The layers by their kinds. `Kind.layer` is the specification of a layer."""
-        kinds = {kind: Kind(kind, tuple(modules)) for kind, modules in self.stage_axes["blocks"].items()}
-        return tuple(Run(tuple(kinds[kind] for kind in run.period), run.repeats) for run in self.decoder.runs)
-
-    @property
-    def rows_by_layer(self) -> list[dict[str, tuple[str, int]]]:
-        """For each layer, by module: the name of its stack in "blocks", and the row of the layer."""
-        found: list[dict[str, tuple[str, int]]] = []
-        for number, run in enumerate(self.runs):
-            used: dict[str, int] = {}
-            for kind in run.kinds:
-                layer = {}
-                for module in kind.modules or ():
-                    layer[module] = in_run(module, number, len(self.runs)), used.get(module, 0)
-                    used[module] = used.get(module, 0) + 1
-                found.append(layer)
-        return found
-
-    def cast(self, params: Params) -> Params:
-        """The parameters in the compute dtype. A step casts once, while they are sharded."""
-        return jax.tree.map(lambda p, dtype: p.astype(dtype), params, self.dtypes(params, self.dtype))
-
-    def dtypes(self, params: Params, dtype: jnp.dtype) -> Params:
-        """The dtype of each parameter for arithmetic in `dtype`: float32 for a router."""
-
-        def dtype_of(path: jax.tree_util.KeyPath, _: jax.Array) -> jnp.dtype:
-            modules = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            return jnp.dtype(jnp.float32) if any(map(is_router, modules)) else dtype
-
-        return jax.tree_util.tree_map_with_path(dtype_of, params)
-
-    def without_padding(self, params: Params) -> Params:
-        """The parameters with zeros in the vocabulary's padding rows, so that a norm does not count these rows; nor the
-        biases of routers, which no gradient trains."""
-
-        def zero_padding(x: jax.Array, axes: Axes) -> jax.Array:
-            return self._mask_padding(x, axes.index("vocab"), 0) if "vocab" in axes else x
-
-        counted = jax.tree.map(zero_padding, params, self.axes)
-        blocks = {
-            module: {**leaves, "bias": jnp.zeros_like(leaves["bias"])}
-            for module, leaves in counted["blocks"].items()
-            if is_router(module) and "bias" in leaves
-        }
-        return {**counted, "blocks": {**counted["blocks"], **blocks}}
 
     def new_cache(self, slots: int, length: int, *, longest_chunk: int | None = None, stacked: bool = True) -> KVCache:
         """An empty cache for `slots` sequences of up to `length` positions.
@@ -306,57 +264,127 @@ class Model:
     def unembed(self, head_params: Params, y_BTD: jax.Array) -> jax.Array:
         """The second half of the head: (B, T, D) -> (B, T, V) float32, -inf from n_vocab on."""
         logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
-        return self._mask_padding(logits_BTV, 2, -jnp.inf)
-
-    def _mask_padding(self, x: jax.Array, dimension: int, value: float) -> jax.Array:
-        """x with `value` in the vocabulary's padding; `dimension` is the vocabulary."""
-        if self.decoder.padded_vocab == self.decoder.n_vocab:
-            return x
-        rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
-        return jnp.where(rows < self.decoder.n_vocab, x, value)
+        return mask_padding(self.decoder, logits_BTV, 2, -jnp.inf)
 
     def encoded_positions(self, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
         """The arrays of the position encodings: see `numbers.encoded_positions`."""
         return encoded_positions(self.decoder, positions_BT)
 
 
-def _drawn(arrays: Arrays, key: jax.Array) -> Params:
-    """Fresh values, float32. Each array that is not constant has the next key."""
-    drawn = {}
-    for path, array in arrays.items():
-        if array.stddev is None:
-            drawn[path] = jnp.full(array.shape, array.constant)
+def layers(
+    model: Model,
+    params: Blocks,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    bias_BHTS: jax.Array | None,
+    cache: KeyValueView | None,
+    query_index_B: jax.Array | None,
+) -> tuple[jax.Array, KeyValueView | None]:
+    """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `Model.hidden`.
+
+    Args:
+        params: the parameters "blocks".
+        bias_BHTS: what every layer adds to the logits of its attention; None: nothing.
+    """
+    encoded, count = model.encoded_positions(positions_BT), len(model.decoder.layers)
+    views: Views = [None]
+    view_of: Sequence[int] = [0] * count
+    if cache is not None:
+        views, view_of = cache.split(count)
+
+    def layer(kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None) -> _Computed:
+        (x_BTD, view), (index, numbers) = carry, row
+        attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B, model.decoder.windows)
+        ctx = model.context(kind, attend, encoded, numbers, query_index_B)
+        x_BTD, means = model.layer(kind, block, x_BTD, ctx)
+        return (x_BTD, attend.view), (None, means)
+
+    with jax.named_scope(LAYER_LOOP):
+        if isinstance(params, tuple):
+            last = None if cache is None else query_index_B
+            x_BTD, views = _one_by_one(model, layer, x_BTD, views, view_of, params, last)
         else:
-            key, array_key = jax.random.split(key)
-            drawn[path] = array.stddev * jax.random.truncated_normal(array_key, -2, 2, array.shape)
-    return _by_module(drawn)
+            x_BTD, views = _stacked(model, layer, x_BTD, views, view_of, params)
+    if query_index_B is not None and x_BTD.shape[1] > 1:
+        x_BTD = at_position(x_BTD, query_index_B)
+    return constrain_residual(x_BTD), None if cache is None else cache.joined(views)
 
 
-def _axes(arrays: Arrays) -> Params:
-    return _by_module({path: array.axes for path, array in arrays.items()})
+def _stacked(
+    model: Model,
+    layer: Callable[..., _Computed],
+    x_BTD: jax.Array,
+    views: Views,
+    view_of: Sequence[int],
+    params: Block,
+) -> _Carries:
+    """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
+    program: a ring needs its window as a number."""
+    unroll = model.compute.scan_unroll
+    if len(views) == 1:
+
+        def one(kind: Kind, carry: _Carry, block: Block, row: Rows) -> _Computed:
+            return layer(kind.layer, carry, block, row)
+
+        rows = jnp.arange(len(view_of)), layer_numbers(model.decoder)
+        (x_BTD, view), _ = over_layers(model.runs, one, (x_BTD, views[0]), params, rows, unroll=unroll)
+        return x_BTD, [view]
+
+    def keyed(kind: Kind, carry: _Carries, block: Block, place: jax.Array) -> tuple[_Carries, Outputs]:
+        own, (at, numbers) = kind.layer
+        x_BTD, views = carry
+        (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
+        return (x_BTD, (*views[:at], view, *views[at + 1 :])), outputs
+
+    keys = list(zip(view_of, static_numbers(model.decoder), strict=True))
+    places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
+    start: _Carries = x_BTD, tuple(views)
+    return by_row(model.runs, keys, keyed, start, params, places, unroll=unroll)
 
 
-def _by_stage(values: Mapping[str, object]) -> Params:
-    """Values by path as a tree: by stage, module and name."""
-    stages: dict[str, dict[str, object]] = {}
-    for path, value in values.items():
-        stage, _, inner = path.partition("/")
-        stages.setdefault(stage, {})[inner] = value
-    return {stage: _by_module(inner) for stage, inner in stages.items()}
+def _one_by_one(
+    model: Model,
+    layer: Callable[..., _Computed],
+    x_BTD: jax.Array,
+    views: Views,
+    view_of: Sequence[int],
+    params: tuple[Block, ...],
+    query_index_B: jax.Array | None,
+) -> _Carries:
+    """The layers one after the other, each with its own arrays. The last computes only the queries of
+    `query_index_B`."""
+    views = list(views)
+    # layers of one kind are traced once
+    jitted = {kind: jax.jit(functools.partial(layer, kind)) for kind in model.decoder.kinds}
+    numbers = layer_numbers(model.decoder)
+
+    def one(kind: Kind, x_BTD: jax.Array, block: Block, number: int) -> tuple[jax.Array, Outputs]:
+        at, row = view_of[number], (0, jax.tree.map(lambda x: x[number], numbers))
+        query = query_index_B if number == len(params) - 1 else None
+        (x_BTD, views[at]), outputs = jitted[kind.layer]((x_BTD, views[at]), block, row, query)
+        return x_BTD, outputs
+
+    return over_layers(model.runs, one, x_BTD, params, range(len(params)))[0], views
 
 
-def _by_module(values: Mapping[str, object]) -> Params:
-    """Values by path as a tree: by module and name."""
-    tree: Params = {}
-    for path, value in values.items():
-        module, _, name = path.rpartition("/")
-        tree.setdefault(module, {})[name] = value
-    return tree
+def _bind(
+    view: KeyValueView | None,
+    layer: jax.Array,
+    positions_BT: jax.Array,
+    bias_BHTS: jax.Array | None,
+    query_index_B: jax.Array | None,
+    windows: Windows,
+) -> context.Whole | Cached:
+    """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
+    if view is None:
+        return context.attention(bias_BHTS, windows=windows)
+    if query_index_B is None:
+        return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
+    if bias_BHTS is not None:
+        bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), query_index_B).swapaxes(1, 2)
+    return Cached(view, layer, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
 
 
-def _in_order(some: list[tuple[list[int], Params]]) -> Params:
-    """The arrays of a module that several kinds have, stacked by layer. For each kind: the layers, and the arrays."""
-    if len(some) == 1:
-        return some[0][1]
-    order = np.argsort([layer for layers, _ in some for layer in layers])
-    return jax.tree.map(lambda *stacks: jnp.concatenate(stacks)[order], *(leaves for _, leaves in some))
+def constrain_residual(x_BTD: jax.Array) -> jax.Array:
+    """The sharding of the residual stream between blocks."""
+    return constrain(x_BTD, "batch", "block_seq", "act_embed")

@@ -1,4 +1,4 @@
-"""The Haiku modules that make up a block, and the inputs of a block.
+"""The Haiku modules that blocks, embeddings and heads are made of, and what a block reads.
 
 Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
 names of the parameters, so these names do not change.
@@ -9,27 +9,26 @@ Shapes: B sequences, T positions, D residual width. Parameters are float32 and a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
 
 from mesh_transformer import spec
 from mesh_transformer.ops.attend.causal import Attend
 from mesh_transformer.ops.experts import Dispatch
-from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.linear import add_bias, lookup, matmul
 from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
 # of JAX's generators, one whose numbers are the same however an array is split
 _GENERATOR = "threefry2x32"
-
-Means = dict[str, jax.Array]
-"""Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
-that have the mean."""
 
 
 class Dropout(NamedTuple):
@@ -192,3 +191,76 @@ class Norm(hk.Module):
         }
         y = y * (1 + values["scale"] if self.norm.plus_one else values["scale"])
         return (y + values["offset"] if self.norm.offset else y).astype(x.dtype)
+
+
+Bias = Callable[[jax.Array, jax.Array], jax.Array]
+"""What is added to attention's logits: positions of queries (B, T) and of keys (B, S) -> (B, H, T, S)."""
+
+
+class Embedding(hk.Module):
+    """Rows of a table (V, D), split by "vocab", plus a bias (D,) if there is one: tokens (B, T) int32 -> (B, T, D).
+
+    The table is truncated normal with `stddev`, by default 1 / sqrt(V).
+    """
+
+    def __init__(self, rows: int, width: int, *, bias: bool = False, stddev: float | None = None, name: str):
+        super().__init__(name)
+        self.w = spec.Array(("vocab", "embed"), (rows, width), stddev=stddev or 1 / math.sqrt(rows))
+        self.b = spec.Array(("embed",), (width,)) if bias else None
+
+    @classmethod
+    def of(cls, arrays: spec.Arrays, name: str) -> Self:
+        """The embedding `name` of a model that has these arrays."""
+        own = spec.inside(name, arrays)
+        return cls(*own["w"].shape, bias="b" in own, stddev=own["w"].stddev, name=name)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = constrain(lookup(self.table(), tokens_BT, 0, ("batch", "seq")), "batch", "seq", "act_embed")
+        return x_BTD if self.b is None else add_bias(x_BTD, parameter("b", self.b))
+
+    def table(self) -> jax.Array:
+        """(V, D)."""
+        return parameter("w", self.w)
+
+
+class PositionTable(hk.Module):
+    """A learned vector for each position, added to the embedding: positions (B, T) -> (B, T, D)."""
+
+    def __init__(self, array: spec.Array, name: str):
+        super().__init__(name)
+        self.array = array
+
+    def __call__(self, positions_BT: jax.Array) -> jax.Array:
+        return lookup(parameter("w", self.array), positions_BT)
+
+
+class RelativeBias(hk.Module):
+    """T5's learned bias for each head and bucket of distances (Raffel et al. 2020): a `Bias`."""
+
+    def __init__(self, array: spec.Array, n_positions: int, name: str):
+        super().__init__(name)
+        self.array, self.bucket_of = array, t5_buckets(n_positions)
+
+    def __call__(self) -> Bias:
+        table_HN = parameter("w", self.array)
+
+        def bias(positions_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
+            distance = positions_BT[:, :, None] - keys_BS[:, None]
+            distance = jnp.clip(distance, 0, len(self.bucket_of) - 1)
+            bias_HBTS = lookup(table_HN, jnp.asarray(self.bucket_of)[distance], 1)
+            return rearrange(bias_HBTS, "h b t s -> b h t s")
+
+        return bias
+
+
+def t5_buckets(n_positions: int, buckets: int = spec.T5_BUCKETS, max_distance: int = 128) -> np.ndarray:
+    """Bucket of each distance 0 .. n_positions - 1 to an earlier key (Raffel et al. 2020, one direction).
+
+    The first half of the buckets hold one distance each, the rest grow logarithmically up to `max_distance`.
+    Returns (n_positions,) int32.
+    """
+    exact = buckets // 2
+    distance = np.arange(n_positions)
+    grown = np.log(np.maximum(distance, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
+    far = exact + (grown / np.log(max_distance / exact) * (buckets - exact)).astype(np.int32)
+    return np.where(distance < exact, distance, np.minimum(far, buckets - 1)).astype(np.int32)

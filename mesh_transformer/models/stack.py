@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.models.modules import Means
 from mesh_transformer.parallel.sharding import Block, Tree
 from mesh_transformer.spec import Run, in_run, neighbours, runs_of, starts
 
@@ -23,6 +22,9 @@ from mesh_transformer.spec import Run, in_run, neighbours, runs_of, starts
 LAYER_LOOP = "blocks"
 Blocks = Block | tuple[Any, ...]
 """The parameters of all layers: stacked by run; or one by one, each a `Block` or an `ops.linear.PackedBlock`."""
+Means = dict[str, jax.Array]
+"""Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
+that have the mean."""
 Rows = Any
 """Arrays with a row for each layer, or the row of one layer. They have no gradient. None: none."""
 # what one layer passes on to the next

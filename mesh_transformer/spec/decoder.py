@@ -1,4 +1,4 @@
-"""A decoder as plain data, without jax. A family's config returns a `Decoder`, which models/decoder.py builds."""
+"""A decoder as plain data, without jax. A family's config returns a `Decoder`, which models/model.py computes."""
 
 import functools
 import math

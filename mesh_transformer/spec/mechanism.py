@@ -29,7 +29,7 @@ class CacheEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """A map of the residual stream, whose output a layer adds to the stream. models/mechanisms.py has the table of the
+    """A map of the residual stream, whose output a layer adds to the stream. models/block.py has the table of the
     Haiku modules that compute it.
 
     A subclass is a frozen dataclass. `name` begins the names of its parameters: two mechanisms of one layer need two

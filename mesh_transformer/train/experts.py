@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mesh_transformer.config import ExpertsConfig
 from mesh_transformer.models.feed_forward import is_router
-from mesh_transformer.models.modules import Means
+from mesh_transformer.models.stack import Means
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.train.schedule import Metrics
 

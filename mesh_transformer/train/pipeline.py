@@ -31,8 +31,17 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.models.haiku_model import Batch, Results, Shared, Stream
-from mesh_transformer.models.modules import Means
-from mesh_transformer.models.stack import LAYER_LOOP, Kind, Rows, Runs, by_run, joined_runs, over_run, rows_by_run
+from mesh_transformer.models.stack import (
+    LAYER_LOOP,
+    Kind,
+    Means,
+    Rows,
+    Runs,
+    by_run,
+    joined_runs,
+    over_run,
+    rows_by_run,
+)
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
 from mesh_transformer.parallel.sharding import Block, Params, Tree, active, constrain, constrain_tree, map_axes
 from mesh_transformer.spec import Run, shared_run

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer.models.haiku_model import Batch, Results, Stream
-from mesh_transformer.models.modules import Means
-from mesh_transformer.models.stack import LAYER_LOOP, Kind, Layer, Outputs, Rows, Runs, over_layers
+from mesh_transformer.models.stack import LAYER_LOOP, Kind, Layer, Means, Outputs, Rows, Runs, over_layers
 from mesh_transformer.parallel.sharding import Axes, Block, Params, Partition, Tree, active, constrain, constrain_tree
 from mesh_transformer.spec import Run
 

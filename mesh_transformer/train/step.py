@@ -17,13 +17,13 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
+from mesh_transformer.models.block import LayerNumbers, layer_numbers
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import Objective, TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import KEPT
-from mesh_transformer.models.modules import Dropout, Means, noise
-from mesh_transformer.models.numbers import LayerNumbers, layer_numbers
+from mesh_transformer.models.modules import Dropout, noise
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.models.stack import Kind
+from mesh_transformer.models.stack import Kind, Means
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas

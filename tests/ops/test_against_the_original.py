@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer.models.decoder import t5_buckets
+from mesh_transformer.models.modules import t5_buckets
 from mesh_transformer.ops.positions import rotate, rotation
 from mesh_transformer.optimizers import adam
 from mesh_transformer.spec import Rotary

@@ -11,9 +11,8 @@ from support.families import MODELS
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.config import ComputeConfig, parse_config
 from mesh_transformer.fields import SHARED, STACKS, WHOLE
-from mesh_transformer.models import decoder as modules
-from mesh_transformer.models.model import Model
-from mesh_transformer.models.numbers import LayerNumbers
+from mesh_transformer.models.block import LayerNumbers, block
+from mesh_transformer.models.model import Model, embed, final_norm, unembed
 from mesh_transformer.models.stack import by_run
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.parallel.sharding import collect_axes
@@ -47,13 +46,12 @@ def test_arrays_have_the_dimension_names_of_the_modules(name: str) -> None:
     model = Model(decoder, ComputeConfig(dtype="float32", remat="none"))
     tokens, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, decoder.d_model))
     encoded, numbers = model.encoded_positions(tokens), LayerNumbers(None, 0)
-    embed = collect_axes(lambda: modules.embed(decoder, tokens, tokens)[0])
-    head = collect_axes(lambda: modules.final_norm(decoder, x)) | collect_axes(lambda: modules.unembed(decoder, x))
-    assert (embed, head) == (model.stage_axes["embed"], model.stage_axes["head"])
+    assert collect_axes(lambda: embed(decoder, tokens, tokens)[0]) == model.stage_axes["embed"]
+    head = collect_axes(lambda: final_norm(decoder, x)) | collect_axes(lambda: unembed(decoder, x))
+    assert head == model.stage_axes["head"]
     for kind in decoder.kinds:
         ctx = model.context(kind, Causal(), encoded, numbers)
-        block = collect_axes(functools.partial(modules.block, decoder, kind, x, ctx))
-        assert block == model.stage_axes["blocks"][kind]
+        assert collect_axes(functools.partial(block, decoder, kind, x, ctx)) == model.stage_axes["blocks"][kind]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

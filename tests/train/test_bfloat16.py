@@ -9,7 +9,7 @@ from support.builders import program
 from support.covering import covering
 from support.families import MODELS
 
-from mesh_transformer.models.mechanisms import MODULES
+from mesh_transformer.models.block import MODULES
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.sequences import Sequences
 from mesh_transformer.train.step import TrainProgram

@@ -11,7 +11,7 @@ from support.builders import TINY, float32_model, program
 from support.covering import covering
 
 from mesh_transformer.config import parse_config
-from mesh_transformer.models.modules import Dropout, noise
+from mesh_transformer.models.modules import Context, Dropout, noise
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.train.step import TrainProgram
 
@@ -99,8 +99,7 @@ def test_the_mean_over_seeds_is_the_output_without_dropout() -> None:
     block = jax.tree.map(lambda x: x[0], params["blocks"])
     x_BTD = jax.random.normal(jax.random.key(1), (1, 4, 64))
     positions = model.positions(4)
-    _, _, example = model._example()
-    ctx = example(kind)._replace(attend=Causal(), positions=model.encoded_positions(positions)[0])
+    ctx = Context(Causal(), model.encoded_positions(positions)[0])
 
     def output(seed: jax.Array) -> jax.Array:
         own = noise(0, seed, (1, 4))

@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, op
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.decoder import fusable_modules
+from mesh_transformer.models.block import fusable_modules
 from mesh_transformer.models.feed_forward import is_experts
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import Params

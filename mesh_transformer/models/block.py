@@ -1,0 +1,210 @@
+"""The block of all families, as a `spec.Layer` describes it: the table of its mechanisms, and what it reads.
+
+Shapes: B sequences, T positions, S keys, D residual width, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer import spec
+from mesh_transformer.models.attention import JointLatentAttention, LatentAttention, SelfAttention
+from mesh_transformer.models.feed_forward import Experts, FeedForward
+from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, columns
+from mesh_transformer.models.stack import Means, row_of
+from mesh_transformer.ops.positions import ENCODINGS, EncodedPositions
+from mesh_transformer.ops.tensor_parallel import row
+from mesh_transformer.parallel.sharding import constrain
+from mesh_transformer.spec import Decoder, PositionEncoding
+
+
+class BlockModule(Protocol):
+    """A mechanism between its products. The branch multiplies by the matrices `inputs` and `out`, of all its parts at
+    once, and adds the biases of outputs."""
+
+    @property
+    def inputs(self) -> Sequence[Linear]:
+        """The maps of its input; none: it is called with the input itself."""
+
+    @property
+    def keys(self) -> Sequence[Linear]:
+        """The `inputs` that all positions need, also where only one position of a sequence is computed further."""
+
+    @property
+    def out(self) -> Linear | None:
+        """The map of what it returns; None: it returns its output."""
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """The products of `inputs`, (B, T or 1, ...), or the input (B, T or 1, D); and `ctx`, a `Context` -> the input
+        of `out`, or the output (B, T or 1, D); with named means over the tokens, if it has any: a pair."""
+
+
+MODULES: dict[type[spec.Mechanism], Callable[[Any, int, float, str], BlockModule]] = {
+    spec.Attention: SelfAttention,
+    spec.LatentAttention: LatentAttention,
+    spec.JointLatentAttention: JointLatentAttention,
+    spec.Dense: FeedForward,
+    spec.Experts: Experts,
+}
+"""(mechanism, residual width, standard deviation of the output's matrix, name) -> its module."""
+
+
+def module_of(mechanism: spec.Mechanism, d_model: int, out_stddev: float) -> BlockModule:
+    """The module of a mechanism, inside of a Haiku transform."""
+    return MODULES[type(mechanism)](mechanism, d_model, out_stddev, mechanism.name)
+
+
+# The window of a layer without one, among layers that have windows: more than any position.
+NO_WINDOW = 1 << 30
+Number = jax.Array | int | None
+"""Data of the program, or known before; None: there is none."""
+
+
+class LayerNumbers(NamedTuple):
+    """The numbers of one layer, as data; or of all layers, each with a leading dimension L."""
+
+    # int32: `Context.window`; None: no layer has one
+    window: Number
+    # int32: the index of its position encoding among the encodings of its kind; None: no kind has several
+    encoding: Number
+    # int32: which layer it is; None: nothing depends on it
+    layer: Number = None
+
+
+def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
+    """The numbers of each layer, as Python numbers; None: no window, no position encoding."""
+    found = []
+    for window, one in decoder.numbers:
+        encoding = None if one is None else decoder.position_encodings[one.kind].index(one)
+        found.append(LayerNumbers(window, encoding))
+    return tuple(found)
+
+
+def layer_numbers(decoder: Decoder, *, counted: bool = False) -> LayerNumbers:
+    """The numbers of all layers, as arrays (L,). The windows are None if no layer has one; the encodings are None
+    if every kind has one.
+
+    Args:
+        counted: with `LayerNumbers.layer`.
+    """
+    each = static_numbers(decoder)
+    windows = [NO_WINDOW if one.window is None else one.window for one in each]
+    encodings = [one.encoding or 0 for one in each]
+    return LayerNumbers(
+        jnp.asarray(windows, jnp.int32) if any(one.window for one in each) else None,
+        jnp.asarray(encodings, jnp.int32) if any(encodings) else None,
+        jnp.arange(len(each)) if counted else None,
+    )
+
+
+def encoded_positions(decoder: Decoder, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
+    """The arrays of the positions, for each kind of position encoding. If a kind has several encodings, their arrays
+    are stacked: (number of encodings, B, T, ...)."""
+    found = []
+    for kind, several in decoder.position_encodings.items():
+        each = [ENCODINGS[type(kind)].positions(one, positions_BT, decoder.seq) for one in several]
+        found.append(each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each))
+    return tuple(found)
+
+
+def positions_of(
+    decoder: Decoder, kind: PositionEncoding | None, encoded: Sequence[EncodedPositions], number: Number
+) -> EncodedPositions | None:
+    """The arrays of the positions for one layer.
+
+    Args:
+        kind: the kind of its position encoding; None: it has none.
+        encoded: the result of `encoded_positions`.
+        number: `LayerNumbers.encoding` of the layer.
+    """
+    if kind is None:
+        return None
+    of_kind: EncodedPositions = encoded[list(decoder.position_encodings).index(kind)]
+    return of_kind if number is None or len(decoder.position_encodings[kind]) == 1 else row_of(of_kind, number)
+
+
+def block(
+    decoder: spec.Decoder, layer: spec.Layer, x_BTD: jax.Array, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer of a kind: (B, T, D) -> (B, T or 1, D), and named means over the tokens (none for a dense layer).
+
+    Matrices that multiply one input are in one call of `column`. `row` sums the products of the tensor-parallel
+    shards of all parts of a branch at once. The biases are added after it.
+    """
+    modules = {one.name: module_of(one, decoder.d_model, decoder.output_stddev) for one in layer.mechanisms}
+    means: dict[str, jax.Array] = {}
+    everywhere = ctx._replace(query_index_B=None)
+    for number, branch in enumerate(layer.branches):
+        attends = layer.attention in branch.mechanisms
+        y_BTD = _branch(branch, modules, x_BTD, ctx if attends else everywhere, means)
+        if ctx.dropout is not None:
+            y_BTD = ctx.dropout(y_BTD, number)
+        x_BTD = (ctx.queries(x_BTD) if attends else x_BTD) + y_BTD
+    return x_BTD, means
+
+
+def _branch(
+    branch: spec.Branch, modules: Mapping[str, BlockModule], x_BTD: jax.Array, ctx: Context, means: Means
+) -> jax.Array:
+    """What a branch adds to x: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
+    mixed, matrices, added = [], [], []
+    for reading in branch.readings:
+        parts = [modules[part.mechanism.name] for part in reading.parts]
+        keys = [linear for part in parts for linear in part.keys]
+        z_BTD = x_BTD if keys else ctx.queries(x_BTD)
+        if reading.norm is not None:
+            z_BTD = _norm(reading.norm, reading.name, z_BTD)
+        inputs = [linear for part in parts for linear in part.inputs]
+        products = iter(ctx.columns(z_BTD, inputs, keys) if keys else columns(z_BTD, inputs) if inputs else [])
+        for part in parts:
+            read = [next(products) for _ in part.inputs] or [ctx.queries(z_BTD) if keys else z_BTD]
+            found = part(*read, ctx=ctx)
+            y, own = found if isinstance(found, tuple) else (found, {})
+            means |= own
+            if part.out is None:
+                added.append(y)
+            else:
+                mixed.append(y)
+                matrices.append(part.out.w)
+    outputs = [row(mixed, matrices)] if mixed else []
+    y_BTD = functools.reduce(jnp.add, [*outputs, *added])
+    for mechanism in branch.mechanisms:
+        if mechanism.out_bias:
+            y_BTD = OutputBias(name=f"{mechanism.name}_out")(y_BTD)
+    if branch.post is not None:
+        y_BTD = _norm(branch.post, branch.post_name, y_BTD)
+    if branch.scale != 1:
+        y_BTD = y_BTD * jnp.asarray(branch.scale, y_BTD.dtype)
+    return y_BTD
+
+
+def _norm(norm: spec.Norm, name: str, x_BTD: jax.Array) -> jax.Array:
+    return constrain(Norm(norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
+
+
+def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
+    """Groups of modules of a block whose matrices multiply one input, so that they can be fused."""
+    groups: dict[tuple[str, ...], None] = {}
+    for kind in decoder.kinds:
+        for branch in kind.branches:
+            for reading in branch.readings:
+                groups |= dict.fromkeys(_fused(decoder, [part.mechanism for part in reading.parts]))
+    return list(groups)
+
+
+def _fused(decoder: spec.Decoder, mechanisms: Sequence[spec.Mechanism]) -> Iterator[tuple[str, ...]]:
+    """The modules of the matrices that multiply the input of these mechanisms; `shared` experts are computed apart."""
+    together: list[str] = []
+    apart: list[str] = []
+    for one in mechanisms:
+        for path, array in one.arrays(decoder.d_model).items():
+            if array.role == "input" and len(array.shape) == 2 and path.endswith("/w"):
+                name = f"{one.name}/{path.removesuffix('/w')}"
+                (together if path.count("/") == 1 else apart).append(name)
+    yield from (tuple(names) for names in (together, apart) if names)
