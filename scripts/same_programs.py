@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MESHES = {
     "one device": [],
-    "documents, dropout": ["data.packing=documents", "optimizer.dropout=0.1", "compute.remat=save_attn"],
+    "dropout": ["optimizer.dropout=0.1", "compute.remat=save_attn"],
     "dp 2 x fsdp 2 x tp 2": ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2"],
     "pp 2 x tp 2": ["mesh.pp=2", "mesh.tp=2", "compute.remat=full"],
     "cp 2 x tp 2": ["mesh.cp=2", "mesh.tp=2"],
@@ -140,6 +140,7 @@ def run(checkout: Path, folder: Path, texts: Path, arguments: list[str]) -> None
 
 def canonical(text: str) -> str:
     """A program with its private functions named by their content, in the order of their calls."""
+    text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", text)
     functions = {match[1]: match[0] for match in _FUNCTION.finditer(text)}
     hashes: dict[str, str] = {}

@@ -16,7 +16,7 @@ from mesh_transformer.estimate import experts, transfers
 from mesh_transformer.estimate.kernels import OTHER_SHARE, SHARES
 from mesh_transformer.estimate.rates import MIB, Rates
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, LayerSizes, StepSizes
-from mesh_transformer.models.model import KEPT
+from mesh_transformer.models.block import KEPT
 from mesh_transformer.ops.attend.kernels import PLAIN
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from mesh_transformer.config.mesh import MeshShape, parts, training_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.closed_form import MODELLED, Estimate, check_modelled, estimate, unmodelled
-from mesh_transformer.models.model import KEPT
+from mesh_transformer.models.block import KEPT
 
 # tensor parallelism beyond so many chips sends more than it computes
 TP_CHIPS = 16

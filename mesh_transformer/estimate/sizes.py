@@ -17,7 +17,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.estimate.gpus import compute_capability
-from mesh_transformer.models.model import KEPT
+from mesh_transformer.models.block import KEPT
 from mesh_transformer.ops.attend import causal, kernels
 from mesh_transformer.ops.attend.kernel import Target
 from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism

@@ -148,7 +148,7 @@ class SlotPrograms:
 
         abstract = jax.eval_shape(none)
         self.shardings = shardings = jax.tree.map(lambda _: whole, abstract)._replace(
-            cache=self.model.map_cache(lambda _, names: self.partition.sharding(*names), abstract.cache)
+            cache=abstract.cache.map(lambda _, names: self.partition.sharding(*names))
         )
         # what `empty` returns
         self.abstract = jax.tree.map(lambda x, split: x.update(sharding=split), abstract, shardings)
@@ -259,7 +259,7 @@ class SlotPrograms:
 
     def _written(self, view: Any) -> KVCache:
         """The updated cache, with the shardings of the cache before."""
-        return self.model.map_cache(lambda x, names: constrain(x, *names), view.cache)
+        return view.cache.map(lambda x, names: constrain(x, *names))
 
 
 def blank(context: int, vocab: int) -> Slots:

@@ -2,8 +2,9 @@
 one's own. docs/library.md describes the names here."""
 
 from mesh_transformer.models.attention import SelfAttention
-from mesh_transformer.models.haiku_model import HaikuModel, Stream
+from mesh_transformer.models.haiku_model import HaikuModel
 from mesh_transformer.models.modules import Context, Embedding, Linear, Norm, OutputBias, columns
+from mesh_transformer.models.stack import Stream
 from mesh_transformer.spec import Attention as AttentionSpec
 from mesh_transformer.spec import Norm as NormSpec
 from mesh_transformer.spec import Router as RouterSpec

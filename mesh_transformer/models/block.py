@@ -15,12 +15,20 @@ import jax.numpy as jnp
 from mesh_transformer import spec
 from mesh_transformer.models.attention import JointLatentAttention, LatentAttention, SelfAttention
 from mesh_transformer.models.feed_forward import Experts, FeedForward
-from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, columns
+from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, at_position, columns
 from mesh_transformer.models.stack import Means, row_of
+from mesh_transformer.ops.attend.cached import Cached, KeyValueView
 from mesh_transformer.ops.positions import ENCODINGS, EncodedPositions
 from mesh_transformer.ops.tensor_parallel import row
 from mesh_transformer.parallel.sharding import constrain
 from mesh_transformer.spec import Decoder, PositionEncoding
+
+# The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
+KEPT = {
+    "full": ["block_in"],
+    "save_attn": ["block_in", "attn_out"],
+    "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
+}
 
 
 class BlockModule(Protocol):
@@ -127,6 +135,21 @@ def positions_of(
         return None
     of_kind: EncodedPositions = encoded[list(decoder.position_encodings).index(kind)]
     return of_kind if number is None or len(decoder.position_encodings[kind]) == 1 else row_of(of_kind, number)
+
+
+def cached_attention(
+    view: KeyValueView,
+    index: jax.Array | int,
+    positions_BT: jax.Array,
+    bias_BHTS: jax.Array | None,
+    query_index_B: jax.Array | None,
+) -> Cached:
+    """Attention to the keys and values of a view, of all positions or of one of each sequence."""
+    if query_index_B is None:
+        return Cached(view, index, positions_BT, positions_BT, bias_BHTS)
+    if bias_BHTS is not None:
+        bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), query_index_B).swapaxes(1, 2)
+    return Cached(view, index, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
 
 
 def block(

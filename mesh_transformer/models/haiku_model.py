@@ -9,33 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.models.stack import Means
+from mesh_transformer.models.stack import Batch, Means, Results, Stream
 from mesh_transformer.parallel.sharding import AxesTree, Block, Params, collect_axes, gather_weights, map_axes, use
-
-Batch = Any
-"""A microbatch: an array or a tree of arrays, whose first dimension is B. Those of a step have another, A, before."""
-Results = Any
-"""What a loss yields for the metrics: arrays (B, T, ...), or None."""
-Shared = Any
-"""A tree of arrays that all layers read; None: none."""
-
-
-class Stream(NamedTuple):
-    """What a layer reads, besides its own parameters."""
-
-    x_BTD: jax.Array
-    """The output of the layer before."""
-    learned: Shared = None
-    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none. In a
-    pipeline, the squared norms of the microbatches leave out the products between stages of this gradient."""
-    fixed: Shared = None
-    """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""A model of any family: parameters, the names of their dimensions, and the loop over layers.
+"""The forward pass of any family: embedding, layers and logits, with a cache or without one.
 
 Embedding, block (models/block.py) and head are separate `hk.transform`s. The parameters of a module are stacked by
 run (`spec.Decoder.runs`), and one compiled block serves all layers of a kind: compile time does not grow with their
@@ -23,6 +23,7 @@ from mesh_transformer import spec
 from mesh_transformer.models.block import (
     LayerNumbers,
     block,
+    cached_attention,
     encoded_positions,
     layer_numbers,
     positions_of,
@@ -40,24 +41,15 @@ from mesh_transformer.models.modules import (
     at_position,
 )
 from mesh_transformer.models.parameters import Parameters, mask_padding
-from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Means, Outputs, Rows, by_row, over_layers
+from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Means, Outputs, Rows, Stream, by_row, over_layers
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
-from mesh_transformer.ops.attend.causal import Attend, soft_capped
-from mesh_transformer.ops.attend.kernel import Windows
+from mesh_transformer.ops.attend.causal import soft_capped
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock, matmul
 from mesh_transformer.ops.positions import EncodedPositions
-from mesh_transformer.parallel.sharding import Axes, Block, Params, constrain, gather_weights
+from mesh_transformer.parallel.sharding import Block, Params, constrain, gather_weights
 from mesh_transformer.spec import CacheEntry, Layer
-
-# The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
-KEPT = {
-    "full": ["block_in"],
-    "save_attn": ["block_in", "attn_out"],
-    "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
-}
-
 
 Views = Sequence[KeyValueView | None]
 """The caches of groups of layers; None: no cache."""
@@ -106,6 +98,19 @@ def token_table(decoder: spec.Decoder) -> Embedding:
     return Embedding.of(decoder.embedding_arrays, "tokens")
 
 
+class Inputs(NamedTuple):
+    """What all layers read that depends on the batch only."""
+
+    # the result of `block.encoded_positions`
+    encoded: tuple[EncodedPositions, ...]
+    # int32
+    positions_BT: jax.Array
+    # int32: the document of each token; 0: it is part of none. None: all tokens are one document
+    segments_BT: jax.Array | None = None
+    # uint32: `Dropout.noise_BT2`; None: no number is set to 0
+    noise_BT2: jax.Array | None = None
+
+
 class _Stages(NamedTuple):
     """The `hk.transform`s of the Haiku modules."""
 
@@ -145,10 +150,6 @@ class Model(Parameters):
     @property
     def _cache_entries(self) -> list[tuple[CacheEntry, ...]]:
         return [layer.attention.cache_entries for layer in self.decoder.layers]
-
-    def map_cache(self, function: Callable[[jax.Array, Axes], Any], cache: KVCache) -> KVCache:
-        """The cache with function(array, names of its dimensions) in place of each array."""
-        return cache.map(function)
 
     def apply(
         self,
@@ -195,8 +196,8 @@ class Model(Parameters):
             elif cache is not None:
                 positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
         keys_BS = None if cache is None or not self.decoder.relative_bias else cache.key_positions(positions_BT)
-        x_BTD, bias_BHTS = self.embed(params["embed"], tokens_BT, positions_BT, keys_BS)
-        return layers(self, params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
+        stream = self.embed(params["embed"], tokens_BT, positions_BT, keys_BS=keys_BS)
+        return layers(self, params["blocks"], stream, cache, query_index_B)
 
     def positions(self, length: int) -> jax.Array:
         """The positions of whole sequences, int32 (1, T), in the order of `Partition.sequence_order`."""
@@ -204,49 +205,82 @@ class Model(Parameters):
         return (jnp.arange(length) if order is None else jnp.asarray(order))[None]
 
     def embed(
-        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, keys_BS: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The residual stream before the first block, (B, T, D), and what every layer adds to the logits of its
-        attention, (B, H, T, S), if anything.
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        keys_BS: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        noise_BT2: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+    ) -> Stream:
+        """What the first layer reads. `Stream.fixed` is an `Inputs`.
 
         Args:
             params: the parameters "embed", in the compute dtype.
             keys_BS: int32: positions of the keys; None: `positions_BT`.
+            segments_BT, noise_BT2: as in `Inputs`.
+            dropout_rate: the share of numbers that are set to 0, if there is `noise_BT2`.
         """
         params = gather_weights(params, self.stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(params, None, tokens_BT, positions_BT)
         bias_BHTS = bias and bias(positions_BT, positions_BT if keys_BS is None else keys_BS)
-        return x_BTD, bias_BHTS
+        if noise_BT2 is not None:
+            x_BTD = Dropout(dropout_rate, noise_BT2, -1)(x_BTD)
+        encoded = encoded_positions(self.decoder, positions_BT)
+        return Stream(x_BTD, bias_BHTS, Inputs(encoded, positions_BT, segments_BT, noise_BT2))
 
     def layer(
-        self, kind: Layer, params: Block | PackedBlock, x_BTD: jax.Array, ctx: Context
-    ) -> tuple[jax.Array, Means]:
-        """One layer of a kind, from its own parameters: (B, T, D) -> (B, T or 1, D), and named means."""
-        if isinstance(params, PackedBlock):
-            params = params.unpack()
-        params = gather_weights(params, self.stage_axes["blocks"][kind])
-        x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
-        return self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
-
-    def context(
         self,
         kind: Layer,
-        attend: Attend,
-        encoded: Sequence[EncodedPositions],
+        params: Block | PackedBlock,
+        stream: Stream,
         numbers: LayerNumbers,
+        *,
+        view: KeyValueView | None = None,
+        index: jax.Array | int = 0,
         query_index_B: jax.Array | None = None,
+        dropout_rate: float = 0.0,
         dispatch: Dispatch | None = None,
-        dropout: Dropout | None = None,
-        real_BT: jax.Array | None = None,
-    ) -> Context:
-        """What a layer of a kind reads besides the residual stream.
+    ) -> tuple[tuple[jax.Array, KeyValueView | None], Means]:
+        """One layer of a kind, with or without a cache: (B, T, D) -> (B, T or 1, D), the view that it has written, and
+        named means over its tokens.
 
         Args:
-            encoded: the result of `encoded_positions`.
-            numbers: the numbers of the layer.
+            params: of this layer, in the compute dtype.
+            stream: the result of `embed`, with the residual stream before this layer.
+            numbers: of this layer.
+            view: keys and values of earlier positions; None: the sequences attend to themselves.
+            index: the number of the layer in the view.
+            query_index_B: int32 indices into T: the layer returns only this position of each sequence.
+            dropout_rate: as in `embed`.
+            dispatch: how tokens reach routed experts; None: the default.
         """
-        positions = positions_of(self.decoder, kind.attention.positions, encoded, numbers.encoding)
-        return Context(attend, positions, numbers.window, query_index_B, dispatch or Dispatch(), dropout, real_BT)
+        if isinstance(params, PackedBlock):
+            params = params.unpack()
+        encoded, positions_BT, segments_BT, noise_BT2 = stream.fixed
+        attend: context.Whole | Cached
+        if view is None:
+            attend = context.attention(stream.learned, segments_BT, self.decoder.windows)
+        else:
+            attend = cached_attention(view, index, positions_BT, stream.learned, query_index_B)
+        dropout = None
+        if noise_BT2 is not None and numbers.layer is not None:
+            dropout = Dropout(dropout_rate, noise_BT2, numbers.layer)
+        ctx = Context(
+            attend,
+            positions_of(self.decoder, kind.attention.positions, encoded, numbers.encoding),
+            numbers.window,
+            query_index_B,
+            dispatch or Dispatch(),
+            dropout,
+            None if segments_BT is None else segments_BT > 0,
+        )
+        params = gather_weights(params, self.stage_axes["blocks"][kind])
+        x_BTD = checkpoint_name(constrain_residual(stream.x_BTD), "block_in")
+        x_BTD, means = self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
+        return (x_BTD, attend.view), means
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
@@ -266,27 +300,16 @@ class Model(Parameters):
         logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
         return mask_padding(self.decoder, logits_BTV, 2, -jnp.inf)
 
-    def encoded_positions(self, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
-        """The arrays of the position encodings: see `numbers.encoded_positions`."""
-        return encoded_positions(self.decoder, positions_BT)
-
 
 def layers(
-    model: Model,
-    params: Blocks,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    bias_BHTS: jax.Array | None,
-    cache: KeyValueView | None,
-    query_index_B: jax.Array | None,
+    model: Model, params: Blocks, stream: Stream, cache: KeyValueView | None, query_index_B: jax.Array | None
 ) -> tuple[jax.Array, KeyValueView | None]:
     """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `Model.hidden`.
 
     Args:
         params: the parameters "blocks".
-        bias_BHTS: what every layer adds to the logits of its attention; None: nothing.
     """
-    encoded, count = model.encoded_positions(positions_BT), len(model.decoder.layers)
+    x_BTD, count = stream.x_BTD, len(model.decoder.layers)
     views: Views = [None]
     view_of: Sequence[int] = [0] * count
     if cache is not None:
@@ -294,10 +317,9 @@ def layers(
 
     def layer(kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None) -> _Computed:
         (x_BTD, view), (index, numbers) = carry, row
-        attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B, model.decoder.windows)
-        ctx = model.context(kind, attend, encoded, numbers, query_index_B)
-        x_BTD, means = model.layer(kind, block, x_BTD, ctx)
-        return (x_BTD, attend.view), (None, means)
+        before = stream._replace(x_BTD=x_BTD)
+        carry, _ = model.layer(kind, block, before, numbers, view=view, index=index, query_index_B=query_index_B)
+        return carry, (None, {})
 
     with jax.named_scope(LAYER_LOOP):
         if isinstance(params, tuple):
@@ -365,24 +387,6 @@ def _one_by_one(
         return x_BTD, outputs
 
     return over_layers(model.runs, one, x_BTD, params, range(len(params)))[0], views
-
-
-def _bind(
-    view: KeyValueView | None,
-    layer: jax.Array,
-    positions_BT: jax.Array,
-    bias_BHTS: jax.Array | None,
-    query_index_B: jax.Array | None,
-    windows: Windows,
-) -> context.Whole | Cached:
-    """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
-    if view is None:
-        return context.attention(bias_BHTS, windows=windows)
-    if query_index_B is None:
-        return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
-    if bias_BHTS is not None:
-        bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), query_index_B).swapaxes(1, 2)
-    return Cached(view, layer, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
 
 
 def constrain_residual(x_BTD: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The Haiku modules that blocks, embeddings and heads are made of, and what a block reads.
 
-Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
-names of the parameters, so these names do not change.
+The specification names the dimensions of parameters; the mesh decides elsewhere how these are split. Checkpoints
+contain the names of the parameters, so these names do not change.
 
 Shapes: B sequences, T positions, D residual width. Parameters are float32 and are cast to the compute dtype before
 `apply`.
@@ -133,10 +133,10 @@ class Linear(hk.Module):
     @classmethod
     def of(cls, arrays: spec.Arrays, name: str) -> Self:
         """The linear map `name` of a module that has these arrays."""
-        own = spec.inside(name, arrays)
-        w = own["w"]
+        arrays = spec.inside(name, arrays)
+        w = arrays["w"]
         d_in, d_out = w.shape
-        return cls(d_in, d_out, (w.axes[0], w.axes[1]), bias="b" in own, stddev=w.stddev, name=name)
+        return cls(d_in, d_out, (w.axes[0], w.axes[1]), bias="b" in arrays, stddev=w.stddev, name=name)
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         return self.biased(matmul(x, self.w, out_dtype or x.dtype))
@@ -184,13 +184,15 @@ class Norm(hk.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = _NORMS[self.norm.kind](x.astype(jnp.float32), self.norm.eps)
-        # not jnp.broadcast_to: what the backward pass keeps would have y's shape
-        values = {
-            name: jax.lax.broadcast_to_rank(parameter(name, array).astype(y.dtype), y.ndim)
-            for name, array in self.norm.arrays(self.axis, x.shape[-1]).items()
-        }
-        y = y * (1 + values["scale"] if self.norm.plus_one else values["scale"])
-        return (y + values["offset"] if self.norm.offset else y).astype(x.dtype)
+        arrays = self.norm.arrays(self.axis, x.shape[-1])
+
+        def value_of(name: str) -> jax.Array:
+            value = parameter(name, arrays[name]).astype(y.dtype)
+            # not jnp.broadcast_to: what the backward pass keeps would have y's shape
+            return jax.lax.broadcast_to_rank(value, y.ndim)
+
+        y = y * (1 + value_of("scale") if self.norm.plus_one else value_of("scale"))
+        return (y + value_of("offset") if self.norm.offset else y).astype(x.dtype)
 
 
 Bias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -205,22 +207,22 @@ class Embedding(hk.Module):
 
     def __init__(self, rows: int, width: int, *, bias: bool = False, stddev: float | None = None, name: str):
         super().__init__(name)
-        self.w = spec.Array(("vocab", "embed"), (rows, width), stddev=stddev or 1 / math.sqrt(rows))
-        self.b = spec.Array(("embed",), (width,)) if bias else None
+        self.w_array = spec.Array(("vocab", "embed"), (rows, width), stddev=stddev or 1 / math.sqrt(rows))
+        self.b_array = spec.Array(("embed",), (width,)) if bias else None
 
     @classmethod
     def of(cls, arrays: spec.Arrays, name: str) -> Self:
         """The embedding `name` of a model that has these arrays."""
-        own = spec.inside(name, arrays)
-        return cls(*own["w"].shape, bias="b" in own, stddev=own["w"].stddev, name=name)
+        arrays = spec.inside(name, arrays)
+        return cls(*arrays["w"].shape, bias="b" in arrays, stddev=arrays["w"].stddev, name=name)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = constrain(lookup(self.table(), tokens_BT, 0, ("batch", "seq")), "batch", "seq", "act_embed")
-        return x_BTD if self.b is None else add_bias(x_BTD, parameter("b", self.b))
+        return x_BTD if self.b_array is None else add_bias(x_BTD, parameter("b", self.b_array))
 
     def table(self) -> jax.Array:
         """(V, D)."""
-        return parameter("w", self.w)
+        return parameter("w", self.w_array)
 
 
 class PositionTable(hk.Module):

@@ -142,10 +142,10 @@ def _drawn(arrays: Arrays, key: jax.Array) -> Params:
     drawn = {}
     for path, array in arrays.items():
         if array.stddev is None:
-            drawn[path] = jnp.full(array.shape, array.constant)
+            drawn[path] = jnp.full(array.shape, array.constant, jnp.float32)
         else:
             key, array_key = jax.random.split(key)
-            drawn[path] = array.stddev * jax.random.truncated_normal(array_key, -2, 2, array.shape)
+            drawn[path] = array.stddev * jax.random.truncated_normal(array_key, -2, 2, array.shape, jnp.float32)
     return _by_module(drawn)
 
 

@@ -1,4 +1,5 @@
-"""The loop over layers: for training, scoring, prefill and decode, over stacked layers and over layers one by one.
+"""The loop over layers: for training, scoring, prefill and decode, over stacked layers and over layers one by one; and
+what goes through it.
 
 Layers come in runs (`spec.runs`): a period of kinds that repeats. The parameters of a module are stacked by run, over
 the layers of the run that have the module. One scan computes the repeats of a run. Inside it, layers of one kind that
@@ -25,6 +26,25 @@ Blocks = Block | tuple[Any, ...]
 Means = dict[str, jax.Array]
 """Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
 that have the mean."""
+Batch = Any
+"""A microbatch: an array or a tree of arrays, whose first dimension is B. Those of a step have another, A, before."""
+Results = Any
+"""What a loss yields for the metrics: arrays (B, T, ...), or None."""
+Shared = Any
+"""A tree of arrays that all layers read; None: none."""
+
+
+class Stream(NamedTuple):
+    """What a layer reads, besides its own parameters."""
+
+    x_BTD: jax.Array
+    """The output of the layer before."""
+    learned: Shared = None
+    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none."""
+    fixed: Shared = None
+    """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
+
+
 Rows = Any
 """Arrays with a row for each layer, or the row of one layer. They have no gradient. None: none."""
 # what one layer passes on to the next

@@ -17,14 +17,11 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.block import LayerNumbers, layer_numbers
-from mesh_transformer.models.haiku_model import Stream
+from mesh_transformer.models.block import KEPT, LayerNumbers, layer_numbers
 from mesh_transformer.models.head import Objective, TokenLoss, VocabTiles, weighted_loss
-from mesh_transformer.models.model import KEPT
-from mesh_transformer.models.modules import Dropout, noise
+from mesh_transformer.models.modules import noise
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.models.stack import Kind, Means
-from mesh_transformer.ops.attend import context
+from mesh_transformer.models.stack import Kind, Means, Stream
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Params, use
@@ -217,24 +214,22 @@ class TrainProgram:
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
         # the noise scale compares gradients of equally many sequences, which must have equal weights
-        if len(squares) > 1 and not sequences.weighted:
+        if squares is not None and len(squares) > 1 and not sequences.weighted:
             big, alpha = math.prod(sequences.tokens.shape[:2]), self.config.optimizer.noise_scale_alpha
             small = big // len(squares)
             averages, scale = update_noise(averages, alpha, small, squares.mean(), big, jnp.square(norm))
             metrics.update({f"noise/{name}": value for name, value in scale.items()})
         new = TrainState(state.step + 1, params, opt_state, averages, state.skipped, state.frozen)
-        metrics |= {
-            "train/grad_norm": norm,
-            "train/param_norm": param_norm,
-            "train/grad_norm_micro": jnp.sqrt(squares).mean(),
-            "train/learning_rate": learning_rate(self.config.optimizer, state.opt_state["schedule"]),
-            "finite": finite,
-        }
+        metrics |= {"train/grad_norm": norm, "train/param_norm": param_norm}
+        if squares is not None:
+            metrics["train/grad_norm_micro"] = jnp.sqrt(squares).mean()
+        rate = learning_rate(self.config.optimizer, state.opt_state["schedule"])
+        metrics |= {"train/learning_rate": rate, "finite": finite}
         if self.config.optimizer.nonfinite == "skip":
             new = _keep_if(finite, new, state)
         return new, metrics | {"skipped": new.skipped}
 
-    def _gradients(self, state: TrainState, sequences: Sequences) -> tuple[Params, Metrics, jax.Array]:
+    def _gradients(self, state: TrainState, sequences: Sequences) -> tuple[Params, Metrics, jax.Array | None]:
         """The results of `Schedule.gradients`."""
         check_documents(self.model.decoder, sequences)
         params = self._for_compute(state.params, self.axes)
@@ -270,26 +265,21 @@ class TrainProgram:
         )
 
     def _embed(self, params: Params, batch: Batch) -> Stream:
-        positions_BT = self.model.positions(batch.tokens.shape[1]) if batch.positions is None else batch.positions
-        x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_BT)
-        dropout = self._dropout(batch.noise, -1)
-        x_BTD = x_BTD if dropout is None else dropout(x_BTD)
-        return Stream(x_BTD, bias_BHTS, (self.model.encoded_positions(positions_BT), batch.noise, batch.segments))
-
-    def _dropout(self, noise_BT2: jax.Array | None, layer: jax.Array | int | None) -> Dropout | None:
-        if noise_BT2 is None or layer is None:
-            return None
-        return Dropout(self.config.optimizer.dropout, noise_BT2, layer)
+        return self.model.embed(
+            params,
+            batch.tokens,
+            self.model.positions(batch.tokens.shape[1]) if batch.positions is None else batch.positions,
+            segments_BT=batch.segments,
+            noise_BT2=batch.noise,
+            dropout_rate=self.config.optimizer.dropout,
+        )
 
     def _layer(
         self, dispatch: Dispatch, kind: Layer, params: Params, stream: Stream, numbers: LayerNumbers
     ) -> tuple[jax.Array, Means]:
-        angles, noise_BT2, segments_BT = stream.fixed
-        dropout = self._dropout(noise_BT2, numbers.layer)
-        attend = context.attention(stream.learned, segments_BT, self.model.decoder.windows)
-        real_BT = None if segments_BT is None else segments_BT > 0
-        ctx = self.model.context(kind, attend, angles, numbers, dispatch=dispatch, dropout=dropout, real_BT=real_BT)
-        return self.model.layer(kind, params, stream.x_BTD, ctx)
+        rate = self.config.optimizer.dropout
+        (x_BTD, _), means = self.model.layer(kind, params, stream, numbers, dropout_rate=rate, dispatch=dispatch)
+        return x_BTD, means
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)

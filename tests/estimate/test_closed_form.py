@@ -24,7 +24,8 @@ from mesh_transformer.estimate.rates import FITTED, LIKE
 from mesh_transformer.estimate.search import search
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, StepSizes
 from mesh_transformer.estimate.target import tpu_target
-from mesh_transformer.models.model import KEPT, Model
+from mesh_transformer.models.block import KEPT
+from mesh_transformer.models.model import Model
 from mesh_transformer.spec.flops import flops_per_token
 
 GIB = 2**30

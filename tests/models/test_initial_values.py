@@ -82,6 +82,8 @@ def test_values_are_those_of_50565e5(name: str) -> None:
             np.testing.assert_array_equal(values[path], np.float32(array.constant), err_msg=path)
         else:
             assert np.abs(values[path]).max() <= 2 * array.stddev * (1 + 1e-6), path
+    # a second program would be compiled for the second step
+    assert not any(x.weak_type for x in jax.tree.leaves(jax.eval_shape(float32_model(config).init, jax.random.key(5))))
     norms = {float(values[path].flat[0]) for path in values if path.endswith("norm/scale")}
     # sqrt(d_model) where a vector is divided by its length
     assert norms == {8.0 if name == "gptj" else 1.0}

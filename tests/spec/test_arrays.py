@@ -11,8 +11,9 @@ from support.families import MODELS
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.config import ComputeConfig, parse_config
 from mesh_transformer.fields import SHARED, STACKS, WHOLE
-from mesh_transformer.models.block import LayerNumbers, block
+from mesh_transformer.models.block import block, encoded_positions, positions_of
 from mesh_transformer.models.model import Model, embed, final_norm, unembed
+from mesh_transformer.models.modules import Context
 from mesh_transformer.models.stack import by_run
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.parallel.sharding import collect_axes
@@ -45,12 +46,12 @@ def test_arrays_have_the_dimension_names_of_the_modules(name: str) -> None:
     decoder = decoder_of(name)
     model = Model(decoder, ComputeConfig(dtype="float32", remat="none"))
     tokens, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, decoder.d_model))
-    encoded, numbers = model.encoded_positions(tokens), LayerNumbers(None, 0)
+    encoded = encoded_positions(decoder, tokens)
     assert collect_axes(lambda: embed(decoder, tokens, tokens)[0]) == model.stage_axes["embed"]
     head = collect_axes(lambda: final_norm(decoder, x)) | collect_axes(lambda: unembed(decoder, x))
     assert head == model.stage_axes["head"]
     for kind in decoder.kinds:
-        ctx = model.context(kind, Causal(), encoded, numbers)
+        ctx = Context(Causal(), positions_of(decoder, kind.attention.positions, encoded, 0))
         assert collect_axes(functools.partial(block, decoder, kind, x, ctx)) == model.stage_axes["blocks"][kind]
 
 
@@ -76,6 +77,10 @@ def test_only_matrices_multiply_tokens(name: str) -> None:
         is_matrix = len([axis for axis in array.axes if axis not in (*STACKS, "experts")]) > 1 and not table
         assert (array.used > 0) == is_matrix, path
         assert array.used <= array.size, path
+        # a matrix of zeros would learn nothing
+        assert (array.stddev is not None) == (is_matrix or path.endswith(("tokens/w", "positions/w", "relative/w"))), (
+            path
+        )
         if not is_matrix:
             assert array.role == "other", path
         if array.used not in (0, array.size):

@@ -11,8 +11,10 @@ from support.builders import TINY, float32_model, program
 from support.covering import covering
 
 from mesh_transformer.config import parse_config
-from mesh_transformer.models.modules import Context, Dropout, noise
-from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.models.block import LayerNumbers, encoded_positions
+from mesh_transformer.models.model import Inputs
+from mesh_transformer.models.modules import Dropout, noise
+from mesh_transformer.models.stack import Stream
 from mesh_transformer.train.step import TrainProgram
 
 STEPS, RATE = 10, 0.2
@@ -99,15 +101,18 @@ def test_the_mean_over_seeds_is_the_output_without_dropout() -> None:
     block = jax.tree.map(lambda x: x[0], params["blocks"])
     x_BTD = jax.random.normal(jax.random.key(1), (1, 4, 64))
     positions = model.positions(4)
-    ctx = Context(Causal(), model.encoded_positions(positions)[0])
+    stream = Stream(x_BTD, None, Inputs(encoded_positions(model.decoder, positions), positions))
+    numbers = LayerNumbers(None, 0, 0)
 
     def output(seed: jax.Array) -> jax.Array:
-        own = noise(0, seed, (1, 4))
-        return model.layer(kind, block, x_BTD, ctx._replace(dropout=Dropout(RATE, own, 0)))[0] - x_BTD
+        inputs = stream.fixed._replace(noise_BT2=noise(0, seed, (1, 4)))
+        (y_BTD, _), _ = model.layer(kind, block, stream._replace(fixed=inputs), numbers, dropout_rate=RATE)
+        return y_BTD - x_BTD
 
     count = 4000
     outputs = jax.jit(jax.vmap(output))(jnp.arange(count))
-    expected = model.layer(kind, block, x_BTD, ctx)[0] - x_BTD
+    (y_BTD, _), _ = model.layer(kind, block, stream, numbers)
+    expected = y_BTD - x_BTD
     deviation = np.abs(expected) * np.sqrt(RATE / (1 - RATE) / count)
     assert (np.abs(outputs.mean(0) - expected) <= 5 * deviation + 1e-6).all()
     assert ((outputs == 0) | np.isclose(outputs, expected / (1 - RATE), rtol=1e-4, atol=1e-6)).all()
