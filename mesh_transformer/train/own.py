@@ -13,7 +13,7 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.models.haiku_model import Batch, Results
+from mesh_transformer.models.stack import Batch, Results
 from mesh_transformer.parallel.sharding import Params, Partition, active, use
 from mesh_transformer.spec import shared_run
 from mesh_transformer.train import pipeline
@@ -22,9 +22,9 @@ from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatch
 
 def gradients(
     parts: Parts, params: Params, batch: Batch, *, frozen: Params | None = None, rounds: int = 1
-) -> tuple[Params, Metrics, jax.Array]:
+) -> tuple[Params, Metrics, jax.Array | None]:
     """The mean gradient of the microbatches of a step, float32; the mean metrics; the squared norm of each microbatch's
-    gradient, (A,).
+    gradient, (A,), or None with stages.
 
     A partition that splits "layers" makes a pipeline of stages: 1F1B, or interleaved 1F1B with several rounds.
 

@@ -30,13 +30,16 @@ import optax
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.models.haiku_model import Batch, Results, Shared, Stream
 from mesh_transformer.models.stack import (
     LAYER_LOOP,
+    Batch,
     Kind,
     Means,
+    Results,
     Rows,
     Runs,
+    Shared,
+    Stream,
     by_run,
     joined_runs,
     over_run,
@@ -97,7 +100,7 @@ class _Operands(NamedTuple):
 
 def _gradients(
     rounds: int, parts: Parts, trained: Params, frozen: Params, batch: Batch
-) -> tuple[Params, Metrics, jax.Array]:
+) -> tuple[Params, Metrics, None]:
     stages, params = _stages(parts), parts.transform(trained, frozen)
     ticks, given = Ticks(stages.count, rounds, microbatches(batch)), _Operands.of(stages, rounds, parts, params)
 
@@ -105,12 +108,12 @@ def _gradients(
         forward = Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch)
         return _Backward(forward, given.axes).results()
 
-    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), P(), stages.folded, P()))
-    summed, blocks, losses, results, squares, means, whole = run(*given.arrays, batch)
+    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), stages.folded, P()))
+    summed, blocks, losses, results, means, whole = run(*given.arrays, batch)
     blocks = joined_runs([*summed.pop("before"), unfold(blocks), *summed.pop("after")])
     total = parts.constrain({**summed, "blocks": blocks})
     metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means, whole))
-    return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), squares
+    return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), None
 
 
 def _by_microbatch(means: Means, whole: dict[str, Means]) -> Means:
@@ -145,12 +148,10 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Batch) -> tuple[jax.
 
 
 class _Sums(NamedTuple):
-    """What the ticks add up, float32: gradients (of `Forward.tables` only for this stage's part), and the squared norms
-    by microbatch."""
+    """What the ticks add up, float32: gradients, of `Forward.tables` only for this stage's part; and the losses."""
 
     tables: Params
     blocks: Params
-    squares_M: jax.Array
     losses: Losses
 
 
@@ -162,17 +163,13 @@ class _Carry(NamedTuple):
     dx_BTD: jax.Array
     # (v, s, C, B, T, D): the inputs of layers
     kept: jax.Array
-    # (s, B, T, D): see `_Backward._tied_rows`; None if the loss reads no parameters of the embedding
-    rows: jax.Array | None
     sums: _Sums
 
 
-_Changing = tuple[jax.Array | None, _Sums]
-"""`rows` and `sums` of a `_Carry`."""
 _Start = tuple[jax.Array, Shared]
 """The gradients of x and of `Stream.learned`."""
-_Group = tuple[_Start, Block, jax.Array]
-"""What the backward pass of a layer passes on: also the sum of gradients, and the squared norm."""
+_Group = tuple[_Start, Block]
+"""What the backward pass of a layer passes on: also the sum of gradients."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,10 +180,10 @@ class _Backward:
     axes: Params
     """`_Operands.axes`."""
 
-    def results(self) -> tuple[Params, Block, jax.Array, Results, jax.Array, Means, dict[str, Means]]:
+    def results(self) -> tuple[Params, Block, jax.Array, Results, Means, dict[str, Means]]:
         """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of `Parts.loss` (M,
-        B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M, ...), and
-        of the runs that every stage computes (M, N, ...)."""
+        B, T, ...), means of this stage's layers (v, C, M, ...), and of the runs that every stage computes (M, N,
+        ...)."""
         ticks, carry = self.forward.ticks, self._start()
         ends = ticks.warmup, ticks.forward_ticks, ticks.total
         # the first ticks have no backward pass, the last ones no forward pass
@@ -194,19 +191,16 @@ class _Backward:
             body = functools.partial(self._tick, *passes)
             carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop))
         sums = carry.sums
-        tables, losses, squares, whole = self.forward.stages.sum(
-            (sums.tables, sums.losses.losses_M, sums.squares_M, sums.losses.whole)
-        )
-        return tables, sums.blocks, losses, sums.losses.results, squares, sums.losses.by_layer(), whole
+        tables, losses, whole = self.forward.stages.sum((sums.tables, sums.losses.losses_M, sums.losses.whole))
+        return tables, sums.blocks, losses, sums.losses.results, sums.losses.by_layer(), whole
 
     def _start(self) -> _Carry:
         f = self.forward
         wire = f.wire()
         inputs = jnp.zeros((f.ticks.rounds, f.ticks.slots, f.run.layers, *wire.shape), wire.dtype)
         zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
-        sums = _Sums(zeros(f.tables), zeros(f.stack.params), jnp.zeros(f.ticks.microbatches), f.no_losses())
-        rows = jnp.zeros((f.ticks.slots, *wire.shape)) if f.parts.tied else None
-        return _Carry(wire, wire, self._constrain_kept(inputs), rows, sums)
+        sums = _Sums(zeros(f.tables), zeros(f.stack.params), f.no_losses())
+        return _Carry(wire, wire, self._constrain_kept(inputs), sums)
 
     def _tick(self, forward: bool, backward: bool, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         stages, y_BTD, dy_BTD = self.forward.stages, carry.x_BTD, carry.dx_BTD
@@ -232,39 +226,29 @@ class _Backward:
     def _finish(self, tick: jax.Array, y_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
         """The gradient of what the last stage has computed, and the carry with the head's results."""
         item = self.forward.finished(tick)
-        changing = carry.rows, carry.sums
 
-        def skip(y_BTD: jax.Array, changing: _Changing) -> tuple[jax.Array, _Changing]:
-            return jnp.zeros_like(y_BTD), changing
+        def skip(y_BTD: jax.Array, sums: _Sums) -> tuple[jax.Array, _Sums]:
+            return jnp.zeros_like(y_BTD), sums
 
         if self.forward.ticks.rounds == 1:
-            dy_BTD, (rows, sums) = self._head(item, y_BTD, changing)
+            dy_BTD, sums = self._head(item, y_BTD, carry.sums)
         else:
             # all stages have the same condition, so that collectives may be inside
             head = functools.partial(self._head, item)
-            dy_BTD, (rows, sums) = jax.lax.cond(item.valid, head, skip, y_BTD, changing)
-        return dy_BTD, carry._replace(rows=rows, sums=sums)
+            dy_BTD, sums = jax.lax.cond(item.valid, head, skip, y_BTD, carry.sums)
+        return dy_BTD, carry._replace(sums=sums)
 
-    def _head(self, item: Item, y_BTD: jax.Array, changing: _Changing) -> tuple[jax.Array, _Changing]:
-        f, (rows, sums) = self.forward, changing
+    def _head(self, item: Item, y_BTD: jax.Array, sums: _Sums) -> tuple[jax.Array, _Sums]:
+        f = self.forward
         batch = f.microbatch(item)
         y_BTD, after, pull_after = self._leave(item, y_BTD)
         tables = {name: f.tables[name] for name in ("head", *["embed"][: f.parts.tied])}
         loss = jax.value_and_grad(lambda tables, y: f.head(tables, y, batch), (0, 1), has_aux=True)
         (value, results), (gradient, dy_BTD) = loss(tables, f.stages.share_of_last(y_BTD))
-        gradient = self._settled(gradient)
-        whole = f.stages.sum(gradient)
-        if rows is not None:
-            rows = put(rows, self._tied_rows(whole["embed"], batch), item.microbatch % f.ticks.slots)
-        # the sum over stages counts it once
-        square = jnp.where(f.stages.index == 0, optax.tree.norm(whole, squared=True), 0)
         dy_BTD, of_after = pull_after(f.stages.gather(dy_BTD))
-        of_after = self._settled(of_after)
-        square += optax.tree.norm(of_after, squared=True)
-        tables = _added(_added(sums.tables, gradient), of_after)
+        tables = _added(_added(sums.tables, self._settled(gradient)), self._settled(of_after))
         losses = f.note_after(f.add(sums.losses, item, value, results), item, after)
-        squares_M = sums.squares_M.at[item.microbatch].add(square)
-        return dy_BTD, (rows, _Sums(self._settled(tables), sums.blocks, squares_M, losses))
+        return dy_BTD, _Sums(self._settled(tables), sums.blocks, losses)
 
     def _leave(
         self, item: Item, y_BTD: jax.Array
@@ -308,9 +292,8 @@ class _Backward:
 
         _, pull_embed, stream = jax.vjp(embed, f.tables["embed"], has_aux=True)
         start = jnp.where(last, dy_BTD, carry.dx_BTD), jax.tree.map(jnp.zeros_like, stream.learned)
-        (dx_BTD, dlearned), blocks, square = self._pull_group(
-            item, start, stream, at(carry.kept, item.round, slot), sums.blocks
-        )
+        inputs = at(carry.kept, item.round, slot)
+        (dx_BTD, dlearned), blocks = self._pull_group(item, start, stream, inputs, sums.blocks)
         first = (stage == 0) & (item.round == 0) & item.valid
         dx_embed, gradients = jnp.where(first, dx_BTD, 0), {}
         if f.whole_runs["before"]:
@@ -318,12 +301,8 @@ class _Backward:
             gradients["before"] = _masked(first, gradient)
         (gradient,) = pull_embed((dx_embed, dlearned))
         gradients = self._settled({**gradients, "embed": _masked(item.valid, gradient)})
-        square += optax.tree.norm(gradients, squared=True)
-        if carry.rows is not None:
-            square += 2 * (dx_embed.astype(jnp.float32) * at(carry.rows, slot)).sum()
         tables = self._settled(_added(sums.tables, gradients))
-        squares_M = sums.squares_M.at[item.microbatch].add(square)
-        return dx_BTD, carry._replace(sums=_Sums(tables, blocks, squares_M, sums.losses))
+        return dx_BTD, carry._replace(sums=_Sums(tables, blocks, sums.losses))
 
     def _pull_before(
         self, first: jax.Array, stream: Stream, dy_BTD: jax.Array, dlearned: Shared
@@ -340,13 +319,13 @@ class _Backward:
         return jax.tree.map(jnp.add, dlearned, dl), (gradient, dx_BTD)
 
     def _pull_group(self, item: Item, start: _Start, stream: Stream, inputs: jax.Array, total: Block) -> _Group:
-        """The layers of a group, the last one first: the gradients of its input and of `Stream.learned`, the sum of
-        gradients with theirs, and the squared norm of theirs."""
+        """The layers of a group, the last one first: the gradients of its input and of `Stream.learned`, and the sum of
+        gradients with theirs."""
         f = self.forward
         sums = f.parts.sums or f.stages.partition
 
         def layer(kind: Kind, carry: _Group, rows: Block, index: jax.Array) -> tuple[_Group, tuple[None, Means]]:
-            (dy_BTD, dlearned), total, square = carry
+            (dy_BTD, dlearned), total = carry
             params, numbers = f.stack.layer(item.round, rows, index)
 
             def layer(params: Block, x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
@@ -366,15 +345,12 @@ class _Backward:
                 for name, row in rows.items()
             }
             dlearned = jax.tree.map(jnp.add, dlearned, dl)
-            square += optax.tree.norm(gradient, squared=True)
-            return ((dx_BTD, dlearned), {**total, **new}, square), (None, {})
+            return ((dx_BTD, dlearned), {**total, **new}), (None, {})
 
         with jax.named_scope(LAYER_LOOP):
-            carry, layers = (start, total, jnp.zeros(())), jnp.arange(f.run.layers)
-            (start, total, square), _ = over_run(
-                f.run, layer, carry, f.rows, layers, unroll=f.parts.unroll, reverse=True
-            )
-        return start, total, square
+            layers = jnp.arange(f.run.layers)
+            group, _ = over_run(f.run, layer, (start, total), f.rows, layers, unroll=f.parts.unroll, reverse=True)
+        return group
 
     def _settled(self, gradient: Params) -> Params:
         """Gradients of tables in float32, split as the tables are: with ZeRO-1 they are split over dp after the
@@ -382,15 +358,6 @@ class _Backward:
         partition = self.forward.stages.partition
         gradient = optax.tree.cast(gradient, jnp.float32)
         return {name: constrain_tree(tree, partition, self.axes[name]) for name, tree in gradient.items()}
-
-    def _tied_rows(self, gradient: Params, batch: Batch) -> jax.Array:
-        """The embedding of a microbatch by the head's gradient of the table that both share, float32 (B, T, D).
-
-        The squared norm of the gradient of this table includes the product of the two parts. The embedding is linear in
-        its parameters, so this product equals the product of these rows with the gradient of the embedding's output.
-        """
-        parts = self.forward.parts
-        return constrain(parts.embed(gradient, batch).x_BTD, *parts.stream_axes)
 
     def _constrain_kept(self, kept: jax.Array) -> jax.Array:
         return constrain(kept, None, None, None, *self.forward.parts.stream_axes)

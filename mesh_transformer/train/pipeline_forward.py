@@ -13,8 +13,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.models.haiku_model import Batch, Results, Stream
-from mesh_transformer.models.stack import LAYER_LOOP, Kind, Means, Outputs, Rows, Runs, join, over_run
+from mesh_transformer.models.stack import (
+    LAYER_LOOP,
+    Batch,
+    Kind,
+    Means,
+    Outputs,
+    Results,
+    Rows,
+    Runs,
+    Stream,
+    join,
+    over_run,
+)
 from mesh_transformer.parallel.pipeline import Index, Item, Stages, Ticks, at, put
 from mesh_transformer.parallel.sharding import Block, Params, constrain
 from mesh_transformer.spec import Run

@@ -11,8 +11,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_transformer.models.haiku_model import Batch, Results, Stream
-from mesh_transformer.models.stack import LAYER_LOOP, Kind, Layer, Means, Outputs, Rows, Runs, over_layers
+from mesh_transformer.models.stack import (
+    LAYER_LOOP,
+    Batch,
+    Kind,
+    Layer,
+    Means,
+    Outputs,
+    Results,
+    Rows,
+    Runs,
+    Stream,
+    over_layers,
+)
 from mesh_transformer.parallel.sharding import Axes, Block, Params, Partition, Tree, active, constrain, constrain_tree
 from mesh_transformer.spec import Run
 
@@ -99,9 +110,10 @@ class Parts(NamedTuple):
 class Schedule(NamedTuple):
     """The order in which microbatches and layers are computed."""
 
-    gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
+    gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array | None]]
     """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
-    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each."""
+    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each; None: it is not
+    computed."""
     loss: Callable[[Parts, Params, Batch], tuple[jax.Array, Results, Means]]
     """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`, and the means of the layers."""
 

@@ -55,15 +55,20 @@ def suggest_a_faster_step(session: Session) -> None:
 
 
 def note_first_batch(session: Session, sequences: Sequences, before: Provenance | None) -> None:
-    """Log that a run has no noise scale, if some targets of its batches do not count in the loss, and that
-    `data.packing` "auto" follows records of another kind than before a resume."""
+    """Log that a run has no noise scale, if some targets of its batches do not count in the loss or stages have the
+    gradients, and that `data.packing` "auto" follows records of another kind than before a resume."""
     if jax.process_index():
         return
     packing = None if before is None else before.resolved.get(PACKING)
     now = resolved(session, documents=sequences.documents is not None).get(PACKING)
     if packing is not None and now is not None and packing != now:
         log.info("data.packing auto is %s, as the records call for; before the resume it was %s", now, packing)
-    if sequences.weighted:
+    if session.shape["pp"] > 1:
+        log.info(
+            "no noise scale (noise/*) and no train/grad_norm_micro are computed with mesh.pp: the stages would have to "
+            "sum the gradient of the head in each microbatch"
+        )
+    elif sequences.weighted:
         log.info(
             "no noise scale (noise/*) is computed: with documents or loss masks in the records, sequences have "
             "different numbers of learned tokens"

@@ -265,6 +265,15 @@ def test_few_microbatches_are_warned_of(microbatches: int, warns: bool, caplog: 
     assert (message in caplog.text) == warns
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_with_stages_has_no_noise_scale(stages: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    session = open_session(parse_config(TINY, [f"mesh.pp={stages}", "model.layers=2"]))
+    note_first_batch(session, Sequences(np.ones((2, 2, 9), np.int32)), None)
+    message = "no noise scale (noise/*) and no train/grad_norm_micro are computed with mesh.pp"
+    assert (message in caplog.text) == (stages > 1)
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "says"),
     [
