@@ -264,8 +264,8 @@ def _page(most: Mapping[str, Mapping[str, float]]) -> str:
         "\n| folder | `Any` in a thousand code lines, at most |\n|---|---|\n"
         + "\n".join([*rows, f"| all of these | {most[ANY][CORE]:g} |"])
         + "\n\n- While a small GPT-J is traced, functions of at most "
-        f"{most[FILES][FORWARD]:g} files of the package run in its forward pass, and of {most[FILES][STEP]:g} in its "
-        "training\n  step, `spec` aside.\n"
+        f"{most[FILES][FORWARD]:g} files of the package run in its forward\n"
+        f"  pass, and of {most[FILES][STEP]:g} in its training step, `spec` aside.\n"
         f"- A server loads at most {most[FILES][SERVER]:g} modules of the package, `families` and `spec` aside.\n\n"
     )
 
