@@ -226,7 +226,8 @@ def test_the_recorded_devices_are_those_of_libtpu():
 
 
 def test_a_pipeline_sends_activations_and_gathers_no_weights():
-    """Inside its loops, a step with stages sends activations from stage to stage, and parts of them to the head."""
+    """Inside its loops, a step with stages sends activations from stage to stage, and parts of them to the head. No
+    sum of gradients is there."""
     compiled = _small(
         "v4-8",
         "mesh.pp=2",
@@ -241,6 +242,9 @@ def test_a_pipeline_sends_activations_and_gathers_no_weights():
     assert sent.count(activation) >= 2
     gathered = [array.size for one in found if one.kind == "all-gather" for array in one.arrays]
     assert max(gathered) <= activation
+    # the embedding of a microbatch; the gradient of the head, as large, is summed over the stages after the loops
+    summed = [array.size for one in found if one.kind == "all-reduce" for array in one.arrays]
+    assert [size for size in summed if size >= activation] == [activation]
 
 
 def test_ulysses_sends_each_array_once_and_gathers_none():
