@@ -30,6 +30,8 @@ CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
 MOST_BYTES = 1 << 30
 LONG = ("cluster", "parallel", "pod", "runtime", "train")
+# Tests that mostly wait, for hosts and for Ray: one worker runs them, one after the other, beside those that compute.
+WAITING = ("tests/pod/", "tests/cluster/backends/")
 
 
 def set_up_devices(environment: dict[str, str] | os._Environ[str]) -> None:
@@ -109,18 +111,20 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders with long tests first: short ones then keep every worker busy to the end."""
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG)
+    """Tests that wait first, then folders with long tests: short ones then keep every worker busy to the end."""
+    items.sort(
+        key=lambda item: (not item.nodeid.startswith(WAITING), item.path.relative_to(TESTS).parts[0] not in LONG)
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests of a pod to one worker: a machine has one pod at a time."""
+    """Give all tests of pods and of Ray to one worker: a machine has one pod at a time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/pod" if nodeid.startswith("tests/pod/") else super()._split_scope(nodeid)
+            return "waiting" if nodeid.startswith(WAITING) else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
