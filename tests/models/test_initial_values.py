@@ -1,4 +1,4 @@
-"""The values of fresh models: those of 50565e5, and what the specification says of the arrays that are not drawn."""
+"""A fresh model has the values of 50565e5. Arrays that are not drawn have the constant of the specification."""
 
 import jax
 import numpy as np
