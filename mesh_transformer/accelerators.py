@@ -8,7 +8,13 @@ NVIDIA's data sheets (H100 SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity
 devices, which share its links.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,21 @@ def of_device(device_kind: str) -> Accelerator | None:
     """The accelerator of a `jax.Device.device_kind`; None if the table does not have it, such as for a CPU."""
     found = [one for one in ACCELERATORS.values() if device_kind.startswith(one.device_kind)]
     return max(found, key=lambda one: len(one.device_kind), default=None)
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """The kind of the devices for which a program is compiled. They need not be attached."""
+
+    # cpu, gpu or tpu
+    platform: str
+    # of a TPU its generation such as v5e, of a GPU its compute capability such as 9.0; "": not known
+    generation: str = ""
+
+    @classmethod
+    def of(cls, device: jax.Device) -> DeviceKind:
+        """The kind of a JAX device, or of the target of a compilation."""
+        known = of_device(device.device_kind)
+        if device.platform == "tpu":
+            return cls("tpu", "" if known is None else known.name)
+        return cls(device.platform, str(getattr(device, "compute_capability", "")))

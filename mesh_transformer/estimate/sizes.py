@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_transformer import platforms
-from mesh_transformer.accelerators import Accelerator
+from mesh_transformer.accelerators import Accelerator, DeviceKind
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.estimate.gpus import compute_capability
 from mesh_transformer.models.block import KEPT
 from mesh_transformer.ops.attend import causal, kernels
-from mesh_transformer.ops.attend.kernel import Target
 from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism
 from mesh_transformer.spec.arrays import Role
 
@@ -203,7 +202,7 @@ class StepSizes:
 
 def _kernels(config: Config, setting: str, dtype: str, accelerator: Accelerator) -> dict[Layer, str]:
     kind = accelerator.name
-    target = Target("tpu", kind) if accelerator.is_tpu else Target("gpu", compute_capability(kind))
+    target = DeviceKind("tpu", kind) if accelerator.is_tpu else DeviceKind("gpu", compute_capability(kind))
     documents = config.data.packing == "documents"
     cases = kernels.cases_of_kinds(config.decoder, target, dtype, config.seq, segments=documents)
     return {kind: kernels.choose(setting, case) for kind, case in cases.items()}

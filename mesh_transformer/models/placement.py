@@ -12,8 +12,8 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
 from mesh_transformer.models.model import Model
-from mesh_transformer.ops.attend.kernel import Case, Target
-from mesh_transformer.ops.attend.kernels import Setting, cases_of_kinds, choose
+from mesh_transformer.ops.attend.kernel import Case
+from mesh_transformer.ops.attend.kernels import Setting, cases_of_kinds, choose, resolved
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Params, Partition, constrain_tree
 from mesh_transformer.spec import Layer
@@ -38,8 +38,9 @@ class Placement:
         compute = platforms.resolve(config.compute, devices[0].platform)
         model = Model(config.decoder, compute, config.mesh.stages(shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
+        attention = resolved(compute.attention, devices[0].platform)
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
-        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=compute.attention)
+        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=attention)
         placement = cls._on_partition(model, partition)
         placement.kernels(config.seq, documents=config.data.packing == "documents")
         return placement
@@ -60,7 +61,7 @@ class Placement:
             length: positions of a sequence.
             documents: whether a sequence has several, each with its own attention.
         """
-        target, mode = Target.of(self.partition.mesh.devices.flat[0]), self.partition.context_mode
+        target, mode = self.partition.target, self.partition.context_mode
         dtype, parts = self.model.dtype.name, self.partition.size("seq")
         ring = None if parts == 1 or mode == "ulysses" else mode
         if ring is not None:

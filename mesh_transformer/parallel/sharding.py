@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from haiku.initializers import Initializer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from mesh_transformer.accelerators import DeviceKind
 from mesh_transformer.config.mesh import MeshAxes, MeshConfig, Rules, moment_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.spec import Axes, AxesTree
@@ -88,7 +90,7 @@ class Partition:
     """A mesh and rules, which turn dimension names into shardings; the dimensions `whole` are never split.
 
     `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
-    whether the communication of `ops.tensor_parallel` overlaps with its products. `attention` is
+    whether the communication of `ops.linear.column` overlaps with its products. `attention` is
     `compute.attention`, or a `Setting` of `ops.attend.kernels`: which kernel computes attention.
 
     Raises:
@@ -109,6 +111,11 @@ class Partition:
                     f"the rule of dimension {name} is {axes!r}: give None, or a tuple of the axes of the mesh, which "
                     f"are {', '.join(self.mesh.axis_names)}"
                 )
+
+    @functools.cached_property
+    def target(self) -> DeviceKind:
+        """The kind of the mesh's devices."""
+        return DeviceKind.of(self.mesh.devices.flat[0])
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of dimensions `axes`; a dimension named None is never split.
@@ -137,6 +144,14 @@ class Partition:
         """The axes that split the batch and nothing else: their devices have equal weights."""
         others = {axis for name, axes in self.rules.items() if name != "batch" for axis in axes or ()}
         return tuple(axis for axis in self.rules["batch"] or () if axis not in others)
+
+    @property
+    def residual_axis(self) -> str | None:
+        """The axis of several devices that splits the positions of the residual stream, but not those of other
+        activations; None: there is none."""
+        others = self.rules["seq"] or ()
+        axes = (axis for axis in self.rules["block_seq"] or () if axis not in others and self.mesh.shape[axis] > 1)
+        return next(axes, None)
 
     @property
     def current_mesh(self) -> Mesh | AbstractMesh:
@@ -223,7 +238,7 @@ def active() -> Partition | None:
 def platform() -> str:
     """The platform of the active partition's devices; without one, of JAX's default device."""
     partition = active()
-    return jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
+    return jax.default_backend() if partition is None else partition.target.platform
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

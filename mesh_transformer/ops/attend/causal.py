@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.ops.attend import kernels
 from mesh_transformer.ops.attend.kernel import Windows
+from mesh_transformer.parallel.sharding import active
 
 # Queries of a part. Shorter parts cost more in small operations than they save.
 _SHORTEST_PART = 64
@@ -78,9 +79,13 @@ class Causal:
         """
         arrays = q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT
         with jax.named_scope(ATTEND):
-            fused = kernels.attend(*arrays, scale=scale, window=window, softcap=softcap, windows=self.windows)
-            if fused is not None:
-                return fused
+            partition = active()
+            if partition is not None and partition.attention != kernels.PLAIN:
+                fused = kernels.attend(
+                    partition, *arrays, scale=scale, window=window, softcap=softcap, windows=self.windows
+                )
+                if fused is not None:
+                    return fused
             # the derivative of the soft cap needs more than the softmax weights
             if softcap is None:
                 mixed = _attend(scale, *arrays, window)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.accelerators import of_device
+from mesh_transformer.accelerators import DeviceKind
 from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 Windows = tuple[int | None, ...]
@@ -21,28 +21,10 @@ Windows = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """The kind of the devices for which a program is compiled. They need not be attached."""
-
-    # cpu, gpu or tpu
-    platform: str
-    # of a TPU its generation such as v5e, of a GPU its compute capability such as 9.0; "": not known
-    generation: str = ""
-
-    @classmethod
-    def of(cls, device: jax.Device) -> Target:
-        """The kind of a JAX device, or of the target of a compilation."""
-        known = of_device(device.device_kind)
-        if device.platform == "tpu":
-            return cls("tpu", "" if known is None else known.name)
-        return cls(device.platform, str(getattr(device, "compute_capability", "")))
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """An attention of whole sequences, by what is known before a program is compiled."""
 
-    target: Target
+    target: DeviceKind
     # the positions to which a device attends at once
     length: int
     # dims of a head of queries and keys, and of values

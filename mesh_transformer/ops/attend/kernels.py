@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from mesh_transformer.accelerators import DeviceKind
 from mesh_transformer.errors import UserError
-from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Target, Windows
-from mesh_transformer.parallel.sharding import Partition, active
+from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Windows
+from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.spec import Decoder, Layer
 
 PLAIN = "plain"
@@ -50,6 +51,11 @@ def _refusal(name: str, case: Case) -> str | None:
     return _kernel(name).refuses(case) or _kernel(name).unsupported()
 
 
+def resolved(setting: str, platform: str) -> str:
+    """`compute.attention` for a platform: "auto" is "plain" where the table has no kernel for it."""
+    return PLAIN if setting == "auto" and platform not in KERNELS.values() else setting
+
+
 def left_out(platform: str) -> list[str]:
     """Of each kernel for a platform that "auto" never takes, because it does not work with the installed JAX: its name
     and the reason."""
@@ -70,7 +76,7 @@ def without_long(windows: Windows, length: int) -> Windows:
 
 def cases_of_kinds(
     decoder: Decoder,
-    target: Target,
+    target: DeviceKind,
     dtype: str,
     length: int,
     ring: str | None = None,
@@ -95,6 +101,7 @@ def cases_of_kinds(
 
 
 def attend(
+    partition: Partition,
     q_BTHK: jax.Array,
     k_BTJK: jax.Array,
     v_BTJV: jax.Array,
@@ -106,8 +113,7 @@ def attend(
     softcap: float | None,
     windows: Windows | None,
 ) -> jax.Array | None:
-    """What an `Attend` of whole sequences returns, by the kernel that `choose` takes for the active partition; None:
-    plain.
+    """What an `Attend` of whole sequences returns, by the kernel that `choose` takes for a partition; None: plain.
 
     Args:
         windows: the values that a window which is data may have; None: any.
@@ -115,9 +121,7 @@ def attend(
     Raises:
         UserError: as in `choose`.
     """
-    partition, length = active(), q_BTHK.shape[1]
-    if partition is None:
-        return None
+    length = q_BTHK.shape[1]
     case = case_of(partition, length, q_BTHK, v_BTJV, bias_BHTS, segments_BT, window, windows, softcap)
     name = choose(partition.attention, case)
     if name == PLAIN:
@@ -145,11 +149,9 @@ def case_of(
     ring: str | None = None,
 ) -> Case:
     """The case of an attention: `length` and `ring` as in `Case`, all other arguments as in `attend`."""
-    target, known = Target.of(partition.mesh.devices.flat[0]), windows
-    if window is None or isinstance(window, int):
-        known = (window,)
+    known = (window,) if window is None or isinstance(window, int) else windows
     return Case(
-        target,
+        partition.target,
         length,
         q_BTHK.shape[3],
         v_BTJV.shape[3],

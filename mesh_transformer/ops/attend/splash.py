@@ -181,7 +181,7 @@ class Blocks:
     @classmethod
     def of(cls, partition: Partition, scale: float, softcap: float | None) -> Blocks:
         """The kernels for the devices of a partition."""
-        return cls(scale, softcap, interpret=partition.mesh.devices.flat[0].platform == "cpu")
+        return cls(scale, softcap, interpret=partition.target.platform == "cpu")
 
     def forward(
         self,

@@ -17,19 +17,20 @@ import pytest
 from support.builders import TINY
 from support.covering import covering
 
+from mesh_transformer.accelerators import DeviceKind
 from mesh_transformer.config import ComputeConfig, MeshConfig, parse_config
 from mesh_transformer.config.mesh import mesh_shape, training_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend import context, cudnn, kernels, splash
-from mesh_transformer.ops.attend.kernel import Case, Target
+from mesh_transformer.ops.attend.kernel import Case
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.train.own import jit
 from mesh_transformer.train.step import TrainProgram
 
-GPTJ = Case(Target("tpu", "v5e"), 2048, 256, 256, "bfloat16")
-H100, A100 = Target("gpu", "9.0"), Target("gpu", "8.0")
+GPTJ = Case(DeviceKind("tpu", "v5e"), 2048, 256, 256, "bfloat16")
+H100, A100 = DeviceKind("gpu", "9.0"), DeviceKind("gpu", "8.0")
 # on CPU, positions of a block: so that few positions are several blocks
 BLOCK = 128
 T = 2 * BLOCK
@@ -52,10 +53,10 @@ def test_the_config_names_the_kernels() -> None:
     ("changes", "chosen"),
     [
         ({}, "splash"),
-        ({"target": Target("tpu", "v4"), "dtype": "float32"}, "splash"),
-        ({"target": Target("tpu", "v3")}, "plain"),
-        ({"target": Target("tpu", "")}, "plain"),
-        ({"target": Target("cpu")}, "plain"),
+        ({"target": DeviceKind("tpu", "v4"), "dtype": "float32"}, "splash"),
+        ({"target": DeviceKind("tpu", "v3")}, "plain"),
+        ({"target": DeviceKind("tpu", "")}, "plain"),
+        ({"target": DeviceKind("cpu")}, "plain"),
         ({"head_dim": 96, "value_dim": 64}, "splash"),
         ({"head_dim": 100}, "plain"),
         ({"length": 2000}, "plain"),
@@ -66,11 +67,11 @@ def test_the_config_names_the_kernels() -> None:
         ({"ring": "zigzag", "windows": (512,)}, "plain"),
         ({"ring": "gather"}, "plain"),
         ({"target": H100}, "cudnn"),
-        ({"target": Target("gpu", "12.0")}, "cudnn"),
+        ({"target": DeviceKind("gpu", "12.0")}, "cudnn"),
         ({"target": A100}, "plain"),
         ({"target": A100, "head_dim": 128, "value_dim": 128}, "cudnn"),
-        ({"target": Target("gpu", "7.5"), "head_dim": 128, "value_dim": 128}, "plain"),
-        ({"target": Target("gpu")}, "plain"),
+        ({"target": DeviceKind("gpu", "7.5"), "head_dim": 128, "value_dim": 128}, "plain"),
+        ({"target": DeviceKind("gpu")}, "plain"),
         ({"target": H100, "windows": (512,)}, "cudnn"),
         ({"target": H100, "windows": (512, None)}, "plain"),
         ({"target": H100, "dtype": "float32"}, "plain"),
@@ -141,7 +142,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splash is taken wherever a TPU v4 would take it, with small blocks."""
 
     def choose(_: str, case: Case) -> str:
-        return real("auto", dataclasses.replace(case, target=Target("tpu", "v4")))
+        return real("auto", dataclasses.replace(case, target=DeviceKind("tpu", "v4")))
 
     real = kernels.choose
     monkeypatch.setattr(kernels, "choose", choose)
@@ -274,7 +275,9 @@ def traced_step(overrides: Sequence[str]) -> Any:
     """A training step with heads of 64 dims, as JAX traces it."""
     shape = ["model.d_model=128", "model.n_heads=2", "model.pe_rotary_dims=16", "model.seq=128"]
     config = parse_config(TINY, [*shape, *overrides])
-    program = TrainProgram(Placement.of(config, jax.devices()[: config.mesh.dp or 1]), config)
+    placement = Placement.of(config, jax.devices()[: config.mesh.dp or 1])
+    # on a CPU a placement takes no kernel
+    program = TrainProgram(placement.with_attention("auto"), config)
     batch = config.microbatch(config.check_devices(program.partition.mesh.size))
     tokens = jax.ShapeDtypeStruct((2, batch, config.seq + 1), jnp.int32)
     return jax.make_jaxpr(program._train_step)(program.abstract_state, tokens)
