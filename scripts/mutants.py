@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     # of all targets, not the learned ones
     Mutant(
-        "train/token_metrics.py",
+        "train/batch.py",
         "(z_loss_BT * counted_BT).sum(1) / jnp.maximum(counted_BT.sum(1), 1)",
         "z_loss_BT.mean(1)",
         ("tests/train/test_token_metrics.py",),

@@ -4,12 +4,14 @@ order in which microbatches and layers are computed.
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions, D width, L layers.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.models.stack import (
     LAYER_LOOP,
@@ -24,6 +26,7 @@ from mesh_transformer.models.stack import (
     Stream,
     over_layers,
 )
+from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Axes, Block, Params, Partition, Tree, active, constrain, constrain_tree
 from mesh_transformer.spec import Run
 
@@ -184,3 +187,31 @@ def _checkpointed(layer: Callable[..., Tree], kept: Sequence[str] | None) -> Cal
 
 def _everything_but_constrained(primitive: Any, *_: object, **__: object) -> bool:
     return primitive.name != "sharding_constraint"
+
+
+def summed_once(schedule: Schedule) -> Schedule:
+    """`schedule` on each replica, with its part of every microbatch, and then the mean over the replicas: gradients
+    cross between replicas once a step (mesh.sum_gradients per_step). Otherwise the partitioner sums the gradient of
+    each layer over the replicas in each microbatch, as soon as it is known.
+
+    A replica's part of a microbatch must be a microbatch with an equal scale of the loss: the mean loss of the parts is
+    the loss of the whole microbatch. The squared norms are of the parts, (replicas * A,), or None.
+    """
+    return schedule._replace(gradients=functools.partial(_gradients_of_replicas, schedule))
+
+
+def _gradients_of_replicas(
+    schedule: Schedule, parts: Parts, trained: Params, frozen: Params, batch: Batch
+) -> tuple[Params, Metrics, jax.Array | None]:
+    partition = active()
+    if partition is None:
+        raise AssertionError("replicas need a partition")
+    replicas = Replicas(partition)
+
+    def run(trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array | None]:
+        gradient, metrics, squares = schedule.gradients(parts, trained, frozen, batch)
+        return *replicas.mean((gradient, metrics)), squares
+
+    run = replicas.run(run, (P(), P(), replicas.split(1)), (P(), P(), replicas.split(0)))
+    gradient, metrics, squares = run(trained, frozen, batch)
+    return parts.constrain(gradient), metrics, squares

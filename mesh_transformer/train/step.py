@@ -6,7 +6,7 @@ Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T posit
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,51 +27,19 @@ from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Params, use
 from mesh_transformer.sequences import Sequences
 from mesh_transformer.spec import Layer, Run
-from mesh_transformer.train import experts, pipeline, token_metrics
-from mesh_transformer.train.batch import Batch, as_sequences, check_documents
+from mesh_transformer.train import experts, pipeline
+from mesh_transformer.train.batch import (
+    Batch,
+    Scored,
+    as_sequences,
+    check_documents,
+    evaluation_metrics,
+    microbatch_metrics,
+    step_metrics,
+)
+from mesh_transformer.train.noise_scale import NoiseAverages, update_noise
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
-from mesh_transformer.train.replicas import summed_once
-from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side
-from mesh_transformer.train.token_metrics import Scored
-
-
-class NoiseAverages(NamedTuple):
-    """Exponential averages for the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1):
-    float32 scalars, NaN before the first step."""
-
-    # of |G|^2, the squared norm of the true gradient
-    g: jax.Array
-    # of tr(Sigma), the variance of one sequence's gradient
-    s: jax.Array
-
-    @classmethod
-    def empty(cls) -> Self:
-        """The averages before the first step."""
-        return cls(jnp.full((), jnp.nan, jnp.float32), jnp.full((), jnp.nan, jnp.float32))
-
-
-def update_noise(
-    averages: NoiseAverages, alpha: float, small: int, small_square: jax.Array, big: int, big_square: jax.Array
-) -> tuple[NoiseAverages, dict[str, jax.Array]]:
-    """Add one step to the averages.
-
-    Args:
-        alpha: weight of this step.
-        small, small_square: sequences of a microbatch, or of a replica's part of it, and the mean squared norm of their
-            gradients.
-        big, big_square: sequences of the step, and the squared norm of its gradient.
-
-    Returns:
-        The averages, and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and B_simple. B_simple is
-        the ratio of the averages: beyond a batch of so many sequences, more data in a step brings little.
-    """
-    g = (big * big_square - small * small_square) / (big - small)
-    s = (small_square - big_square) / (1 / small - 1 / big)
-    newest = NoiseAverages(g, s)
-    averages = jax.tree.map(
-        lambda old, new: jnp.where(jnp.isnan(old), new, (1 - alpha) * old + alpha * new), averages, newest
-    )
-    return averages, {"G_noise": g, "S_noise": s, "B_simple": averages.s / averages.g}
+from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side, summed_once
 
 
 class TrainState(NamedTuple):
@@ -174,7 +142,7 @@ class TrainProgram:
         """The tiles of the loss: one tile where devices split the vocabulary, since each then has only a part of it."""
         if self.placement.size("vocab") > 1:
             return VocabTiles(self.model, self.partition, 1)
-        columns = platforms.vocab_columns(self.partition.mesh.devices.flat[0].platform)
+        columns = platforms.vocab_columns(self.partition.target.platform)
         return VocabTiles.of(self.model, self.partition, columns)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
@@ -195,14 +163,14 @@ class TrainProgram:
         """One update from sequences (A, B, T + 1), or from their tokens alone.
 
         Metrics are float32 scalars named as they are logged, over the learned targets; and with `sources`, the sums
-        "source_nll" and "source_tokens" (`token_metrics.source_sums`).
+        "source_nll" and "source_tokens" (`batch.source_sums`).
         """
         sequences = as_sequences(sequences)
         with use(self.partition):
             gradients, found, squares = self._gradients(state, sequences)
         # the mean over the microbatches of all replicas, of which there are so many, times their number
         sums = optax.tree.scale(len(sequences.tokens) * self._replicas, found["sums"])
-        metrics, means = found["scalars"] | token_metrics.of_step(sums), found["means"]
+        metrics, means = found["scalars"] | step_metrics(sums), found["means"]
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -302,9 +270,9 @@ class TrainProgram:
         return optimizer.z_loss * jnp.square(log_z)
 
     def _metrics(self, loss: jax.Array, scored: Scored, means: Means) -> Metrics:
-        """The metrics of a microbatch, the sums of `token_metrics.of_microbatch`, and the means of its layers."""
+        """The metrics of a microbatch, the sums of `microbatch_metrics`, and the means of its layers."""
         z_loss, order = self._z_loss(scored.losses), self._order(scored)
-        scalars, sums = token_metrics.of_microbatch(scored, z_loss, order, self.sources)
+        scalars, sums = microbatch_metrics(scored, z_loss, order, self.sources)
         return {"scalars": {"train/loss": loss, **scalars}, "sums": sums, "means": means}
 
     def _order(self, scored: Scored) -> np.ndarray | None:
@@ -328,7 +296,7 @@ class TrainProgram:
             # no token is dropped
             parts = self._parts(lambda per_token: per_token.nll, Dispatch(self._dispatch.exchange))
             loss, scored, means = self.schedule.loss(parts, params, Batch.of(sequences))
-            found = {"loss": loss, **token_metrics.of_evaluation(scored, self._order(scored))}
+            found = {"loss": loss, **evaluation_metrics(scored, self._order(scored))}
         return {**found, experts.LOAD: experts.load(means)} if means else found
 
 
@@ -347,7 +315,7 @@ def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
 def lower_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Lowered:
     """The train step for `accumulation` microbatches of `batch` sequences, not compiled yet. Nothing is allocated.
     The sequences have documents if `data.packing` says so."""
-    tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((accumulation, batch, program.model.decoder.seq + 1), jnp.int32)
     documents = tokens if program.config.data.packing == "documents" else None
     return program.train_step.lower(program.abstract_state, Sequences(tokens, documents))
 

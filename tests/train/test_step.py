@@ -11,7 +11,7 @@ from support.families import MODELS
 
 from mesh_transformer.config import parse_config
 from mesh_transformer.optimizers import adam
-from mesh_transformer.train import step as noise
+from mesh_transformer.train import noise_scale as noise
 from mesh_transformer.train.optimizer import Optimizer
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 8, 41)).astype(np.int32)
