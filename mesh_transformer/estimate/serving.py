@@ -41,7 +41,7 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
     model = placement.model
     context = model.decoder.seq
     size = min(MAX_PREFILL_TOKENS, context)
-    made = SlotPrograms(placement, slots, context, longest_chunk=size, stacked=True)
+    made = SlotPrograms(placement, slots, context, longest_chunk=size)
     params = placement.abstract(model.dtype)
     state = made.abstract
     whole: Any = placement.partition.sharding()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mesh_transformer.infer.cpu.model import placed
 from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SampledTokens, SlotPrograms, blank
 from mesh_transformer.infer.requests import (
     OPTIONS,
@@ -39,7 +40,7 @@ def abstract_slots(placement: Placement, slots: int, context: int | None) -> Any
     """The state of all slots of a `SlotEngine` as `jax.ShapeDtypeStruct`, with shardings. Most of it is the cache."""
     positions = cache_positions(placement.model.decoder.seq, context)
     chunk = min(MAX_PREFILL_TOKENS, positions)
-    return SlotPrograms(placement, slots, positions, longest_chunk=chunk, stacked=True).abstract
+    return SlotPrograms(placement, slots, positions, longest_chunk=chunk).abstract
 
 
 class SlotEngine:
@@ -61,12 +62,12 @@ class SlotEngine:
         """Allocate the cache.
 
         Args:
-            params: parameters in the compute dtype, on the mesh of `placement`. "blocks" may be a tuple with one tree
-                per layer.
+            params: parameters in the compute dtype, on the mesh of `placement`, stacked or packed (`infer.cpu`).
             slots: number of sequences in the cache.
             context: positions per sequence, rounded up to a whole cache segment. None: the context of the model.
             max_prefill_tokens: the largest number of prompt tokens in one call.
         """
+        placement = placed(placement, params)
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
         self.slots, self.context = slots, cache_positions(model.decoder.seq, context)
@@ -78,8 +79,7 @@ class SlotEngine:
         self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
         # the numbers of positions that programs read: at the longest one, all rings may be full
         self._lengths = sorted({*segment_ends(max(held.values())), self.context})
-        stacked = not isinstance(params["blocks"], tuple)
-        self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk, stacked=stacked)
+        self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk)
         self._slots = self._programs.empty()
         # for each slot, the end of the positions that were written, with the padding of chunks
         self._ends = [0] * slots

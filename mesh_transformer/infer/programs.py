@@ -134,16 +134,15 @@ class SlotPrograms:
 
     Args:
         longest_chunk: the largest size of a prompt chunk.
-        stacked: whether the layers of the parameters are stacked arrays, not a tuple with one tree per layer.
     """
 
-    def __init__(self, placement: Placement, n_slots: int, context: int, *, longest_chunk: int, stacked: bool):
+    def __init__(self, placement: Placement, n_slots: int, context: int, *, longest_chunk: int):
         self.model, self.partition, self.n_slots = placement.model, placement.partition, n_slots
         whole: Any = self.partition.sharding()
 
         def none() -> Slots:
             with use(self.partition):
-                cache = self.model.new_cache(n_slots, context, longest_chunk=longest_chunk, stacked=stacked)
+                cache = self.model.new_cache(n_slots, context, longest_chunk=longest_chunk)
             return empty(cache, n_slots, context, self.model.decoder.padded_vocab)
 
         abstract = jax.eval_shape(none)

@@ -17,9 +17,8 @@ from einops import rearrange
 from mesh_transformer import spec
 from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
-from mesh_transformer.ops.linear import add_bias
+from mesh_transformer.ops.linear import add_bias, column
 from mesh_transformer.ops.positions import ENCODINGS, Rotation, rotate
-from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain
 
 

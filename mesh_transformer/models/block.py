@@ -6,7 +6,7 @@ Shapes: B sequences, T positions, S keys, D residual width, L layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,8 +18,8 @@ from mesh_transformer.models.feed_forward import Experts, FeedForward
 from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, at_position, columns
 from mesh_transformer.models.stack import Means, row_of
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView
+from mesh_transformer.ops.linear import row
 from mesh_transformer.ops.positions import ENCODINGS, EncodedPositions
-from mesh_transformer.ops.tensor_parallel import row
 from mesh_transformer.parallel.sharding import constrain
 from mesh_transformer.spec import Decoder, PositionEncoding
 
@@ -209,25 +209,3 @@ def _branch(
 
 def _norm(norm: spec.Norm, name: str, x_BTD: jax.Array) -> jax.Array:
     return constrain(Norm(norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
-
-
-def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
-    """Groups of modules of a block whose matrices multiply one input, so that they can be fused."""
-    groups: dict[tuple[str, ...], None] = {}
-    for kind in decoder.kinds:
-        for branch in kind.branches:
-            for reading in branch.readings:
-                groups |= dict.fromkeys(_fused(decoder, [part.mechanism for part in reading.parts]))
-    return list(groups)
-
-
-def _fused(decoder: spec.Decoder, mechanisms: Sequence[spec.Mechanism]) -> Iterator[tuple[str, ...]]:
-    """The modules of the matrices that multiply the input of these mechanisms; `shared` experts are computed apart."""
-    together: list[str] = []
-    apart: list[str] = []
-    for one in mechanisms:
-        for path, array in one.arrays(decoder.d_model).items():
-            if array.role == "input" and len(array.shape) == 2 and path.endswith("/w"):
-                name = f"{one.name}/{path.removesuffix('/w')}"
-                (together if path.count("/") == 1 else apart).append(name)
-    yield from (tuple(names) for names in (together, apart) if names)

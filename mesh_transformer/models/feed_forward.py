@@ -17,8 +17,7 @@ from mesh_transformer import spec
 from mesh_transformer.models.modules import Context, Linear, columns, parameter
 from mesh_transformer.models.stack import Means
 from mesh_transformer.ops import experts as routed
-from mesh_transformer.ops.linear import add_bias, matmul
-from mesh_transformer.ops.tensor_parallel import row
+from mesh_transformer.ops.linear import add_bias, matmul, row
 from mesh_transformer.parallel.sharding import constrain
 
 _ROUTER, _EXPERTS = "router", "experts"
@@ -27,11 +26,6 @@ _ROUTER, _EXPERTS = "router", "experts"
 def is_router(module: str) -> bool:
     """Whether a module is a router, by its name. The parameters of routers stay float32 in any compute dtype."""
     return module.rpartition("/")[2] == _ROUTER
-
-
-def is_experts(module: str) -> bool:
-    """Whether a module has the matrices of all experts, by its name. The loops of XLA for CPU read them."""
-    return module.rpartition("/")[2] == _EXPERTS
 
 
 # Without jax.checkpoint the backward pass keeps five tensors of the activation's size.

@@ -1,8 +1,16 @@
 """The forward pass of any family: embedding, layers and logits, with a cache or without one.
 
-Embedding, block (models/block.py) and head are separate `hk.transform`s. The parameters of a module are stacked by
-run (`spec.Decoder.runs`), and one compiled block serves all layers of a kind: compile time does not grow with their
-number.
+Three files are read with this one: models/block.py (a layer), models/stack.py (the loop over layers) and
+parallel/sharding.py (what a device has of an array). Unusual is:
+
+- The model is data, a `spec.Decoder`. A Haiku module asks it for the arrays that it has.
+- Embedding, block and head are separate `hk.transform`s, which are applied to parts of one tree (models/parameters.py).
+- The parameters of a module are stacked by run (`spec.Decoder.runs`), and one traced block serves all layers of a kind:
+  compile time does not grow with their number.
+- Code names dimensions, and the active `Partition` splits them: one text for one device and for a pod.
+- Attention is an argument of a layer (`Context.attend`): of whole sequences (ops/attend/context.py), or through a cache
+  (ops/attend/cached.py). Training, scoring, prefill and decode differ in nothing else.
+- Parameters that are packed for decoding on a CPU have a loop of their own (infer/cpu/model.py).
 
 Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
 """
@@ -11,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import haiku as hk
 import jax
@@ -41,22 +49,22 @@ from mesh_transformer.models.modules import (
     at_position,
 )
 from mesh_transformer.models.parameters import Parameters, mask_padding
-from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Means, Outputs, Rows, Stream, by_row, over_layers
+from mesh_transformer.models.stack import LAYER_LOOP, Kind, Means, Outputs, Rows, Stream, by_row, over_layers
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
 from mesh_transformer.ops.attend.causal import soft_capped
 from mesh_transformer.ops.experts import Dispatch
-from mesh_transformer.ops.linear import PackedBlock, matmul
+from mesh_transformer.ops.linear import matmul
 from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import Block, Params, constrain, gather_weights
 from mesh_transformer.spec import CacheEntry, Layer
 
 Views = Sequence[KeyValueView | None]
 """The caches of groups of layers; None: no cache."""
-_Carry = tuple[jax.Array, KeyValueView | None]
+Carry = tuple[jax.Array, KeyValueView | None]
 """What a layer passes on to the next: the residual stream, and the view that it has written."""
-_Computed = tuple[_Carry, Outputs]
-_Carries = tuple[jax.Array, Views]
+Carries = tuple[jax.Array, Views]
+"""The same with the views of all layers."""
 
 
 def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
@@ -124,6 +132,9 @@ class _Stages(NamedTuple):
 class Model(Parameters):
     """`init`, `apply`, and the names of the parameters' dimensions."""
 
+    stacked: ClassVar[bool] = True
+    """Whether layers of equal sizes share the arrays of a cache."""
+
     @functools.cached_property
     def stages(self) -> _Stages:
         """The `hk.transform` of each stage."""
@@ -135,17 +146,16 @@ class Model(Parameters):
             hk.transform(of(unembed, self.decoder)),
         )
 
-    def new_cache(self, slots: int, length: int, *, longest_chunk: int | None = None, stacked: bool = True) -> KVCache:
+    def new_cache(self, slots: int, length: int, *, longest_chunk: int | None = None) -> KVCache:
         """An empty cache for `slots` sequences of up to `length` positions.
 
         Args:
             longest_chunk: the largest number of positions in one call of `apply`; None: `length`. The shorter it is,
                 the fewer positions the layers with a window keep.
-            stacked: whether the parameters of the layers are stacked.
         """
         chunk = length if longest_chunk is None else longest_chunk
         lengths = [ring_length(length, layer.attention.window, chunk) for layer in self.decoder.layers]
-        return KVCache.zeros(lengths, slots, self._cache_entries, self.dtype, stacked=stacked)
+        return KVCache.zeros(lengths, slots, self._cache_entries, self.dtype, stacked=self.stacked)
 
     @property
     def _cache_entries(self) -> list[tuple[CacheEntry, ...]]:
@@ -197,7 +207,7 @@ class Model(Parameters):
                 positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
         keys_BS = None if cache is None or not self.decoder.relative_bias else cache.key_positions(positions_BT)
         stream = self.embed(params["embed"], tokens_BT, positions_BT, keys_BS=keys_BS)
-        return layers(self, params["blocks"], stream, cache, query_index_B)
+        return self.layers(params["blocks"], stream, cache, query_index_B)
 
     def positions(self, length: int) -> jax.Array:
         """The positions of whole sequences, int32 (1, T), in the order of `Partition.sequence_order`."""
@@ -234,7 +244,7 @@ class Model(Parameters):
     def layer(
         self,
         kind: Layer,
-        params: Block | PackedBlock,
+        params: Block,
         stream: Stream,
         numbers: LayerNumbers,
         *,
@@ -243,7 +253,7 @@ class Model(Parameters):
         query_index_B: jax.Array | None = None,
         dropout_rate: float = 0.0,
         dispatch: Dispatch | None = None,
-    ) -> tuple[tuple[jax.Array, KeyValueView | None], Means]:
+    ) -> tuple[Carry, Means]:
         """One layer of a kind, with or without a cache: (B, T, D) -> (B, T or 1, D), the view that it has written, and
         named means over its tokens.
 
@@ -257,8 +267,6 @@ class Model(Parameters):
             dropout_rate: as in `embed`.
             dispatch: how tokens reach routed experts; None: the default.
         """
-        if isinstance(params, PackedBlock):
-            params = params.unpack()
         encoded, positions_BT, segments_BT, noise_BT2 = stream.fixed
         attend: context.Whole | Cached
         if view is None:
@@ -282,6 +290,67 @@ class Model(Parameters):
         x_BTD, means = self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
         return (x_BTD, attend.view), means
 
+    def layers(
+        self, params: Block, stream: Stream, cache: KeyValueView | None, query_index_B: jax.Array | None
+    ) -> tuple[jax.Array, KeyValueView | None]:
+        """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `hidden`.
+
+        Args:
+            params: the parameters "blocks".
+        """
+        count = len(self.decoder.layers)
+        with jax.named_scope(LAYER_LOOP):
+            if cache is None:
+                x_BTD, _ = self.loop(params, stream, [None], [0] * count, None)
+            else:
+                views, view_of = cache.split(count)
+                x_BTD, written = self.loop(params, stream, views, view_of, query_index_B)
+                cache = cache.joined(written)
+        if query_index_B is not None and x_BTD.shape[1] > 1:
+            x_BTD = at_position(x_BTD, query_index_B)
+        return constrain_residual(x_BTD), cache
+
+    def loop(
+        self,
+        params: Block,
+        stream: Stream,
+        views: Views,
+        view_of: Sequence[int],
+        query_index_B: jax.Array | None,
+    ) -> Carries:
+        """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
+        program: a ring needs its window as a number.
+
+        Args:
+            view_of: the view of each layer.
+            query_index_B: the only position of each sequence that is read. The last layer may return no other.
+        """
+
+        def layer(kind: Layer, carry: Carry, block: Block, row: Rows) -> tuple[Carry, Outputs]:
+            (x_BTD, view), (index, numbers) = carry, row
+            carry, _ = self.layer(kind, block, stream._replace(x_BTD=x_BTD), numbers, view=view, index=index)
+            return carry, (None, {})
+
+        if len(views) == 1:
+
+            def of_kind(kind: Kind, carry: Carry, block: Block, row: Rows) -> tuple[Carry, Outputs]:
+                return layer(kind.layer, carry, block, row)
+
+            rows, carry = (jnp.arange(len(view_of)), layer_numbers(self.decoder)), (stream.x_BTD, views[0])
+            (x_BTD, view), _ = over_layers(self.runs, of_kind, carry, params, rows, unroll=self.compute.scan_unroll)
+            return x_BTD, [view]
+
+        def keyed(kind: Kind, carry: Carries, block: Block, place: jax.Array) -> tuple[Carries, Outputs]:
+            own, (at, numbers) = kind.layer
+            x_BTD, views = carry
+            (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
+            return (x_BTD, (*views[:at], view, *views[at + 1 :])), outputs
+
+        keys = list(zip(view_of, static_numbers(self.decoder), strict=True))
+        places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
+        start: Carries = stream.x_BTD, tuple(views)
+        return by_row(self.runs, keys, keyed, start, params, places, unroll=self.compute.scan_unroll)
+
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
         tied = {"tokens": {"w": params["embed"]["tokens"]["w"]}} if self.decoder.tied else {}
@@ -299,94 +368,6 @@ class Model(Parameters):
         """The second half of the head: (B, T, D) -> (B, T, V) float32, -inf from n_vocab on."""
         logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
         return mask_padding(self.decoder, logits_BTV, 2, -jnp.inf)
-
-
-def layers(
-    model: Model, params: Blocks, stream: Stream, cache: KeyValueView | None, query_index_B: jax.Array | None
-) -> tuple[jax.Array, KeyValueView | None]:
-    """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `Model.hidden`.
-
-    Args:
-        params: the parameters "blocks".
-    """
-    x_BTD, count = stream.x_BTD, len(model.decoder.layers)
-    views: Views = [None]
-    view_of: Sequence[int] = [0] * count
-    if cache is not None:
-        views, view_of = cache.split(count)
-
-    def layer(kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None) -> _Computed:
-        (x_BTD, view), (index, numbers) = carry, row
-        before = stream._replace(x_BTD=x_BTD)
-        carry, _ = model.layer(kind, block, before, numbers, view=view, index=index, query_index_B=query_index_B)
-        return carry, (None, {})
-
-    with jax.named_scope(LAYER_LOOP):
-        if isinstance(params, tuple):
-            last = None if cache is None else query_index_B
-            x_BTD, views = _one_by_one(model, layer, x_BTD, views, view_of, params, last)
-        else:
-            x_BTD, views = _stacked(model, layer, x_BTD, views, view_of, params)
-    if query_index_B is not None and x_BTD.shape[1] > 1:
-        x_BTD = at_position(x_BTD, query_index_B)
-    return constrain_residual(x_BTD), None if cache is None else cache.joined(views)
-
-
-def _stacked(
-    model: Model,
-    layer: Callable[..., _Computed],
-    x_BTD: jax.Array,
-    views: Views,
-    view_of: Sequence[int],
-    params: Block,
-) -> _Carries:
-    """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
-    program: a ring needs its window as a number."""
-    unroll = model.compute.scan_unroll
-    if len(views) == 1:
-
-        def one(kind: Kind, carry: _Carry, block: Block, row: Rows) -> _Computed:
-            return layer(kind.layer, carry, block, row)
-
-        rows = jnp.arange(len(view_of)), layer_numbers(model.decoder)
-        (x_BTD, view), _ = over_layers(model.runs, one, (x_BTD, views[0]), params, rows, unroll=unroll)
-        return x_BTD, [view]
-
-    def keyed(kind: Kind, carry: _Carries, block: Block, place: jax.Array) -> tuple[_Carries, Outputs]:
-        own, (at, numbers) = kind.layer
-        x_BTD, views = carry
-        (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
-        return (x_BTD, (*views[:at], view, *views[at + 1 :])), outputs
-
-    keys = list(zip(view_of, static_numbers(model.decoder), strict=True))
-    places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
-    start: _Carries = x_BTD, tuple(views)
-    return by_row(model.runs, keys, keyed, start, params, places, unroll=unroll)
-
-
-def _one_by_one(
-    model: Model,
-    layer: Callable[..., _Computed],
-    x_BTD: jax.Array,
-    views: Views,
-    view_of: Sequence[int],
-    params: tuple[Block, ...],
-    query_index_B: jax.Array | None,
-) -> _Carries:
-    """The layers one after the other, each with its own arrays. The last computes only the queries of
-    `query_index_B`."""
-    views = list(views)
-    # layers of one kind are traced once
-    jitted = {kind: jax.jit(functools.partial(layer, kind)) for kind in model.decoder.kinds}
-    numbers = layer_numbers(model.decoder)
-
-    def one(kind: Kind, x_BTD: jax.Array, block: Block, number: int) -> tuple[jax.Array, Outputs]:
-        at, row = view_of[number], (0, jax.tree.map(lambda x: x[number], numbers))
-        query = query_index_B if number == len(params) - 1 else None
-        (x_BTD, views[at]), outputs = jitted[kind.layer]((x_BTD, views[at]), block, row, query)
-        return x_BTD, outputs
-
-    return over_layers(model.runs, one, x_BTD, params, range(len(params)))[0], views
 
 
 def constrain_residual(x_BTD: jax.Array) -> jax.Array:

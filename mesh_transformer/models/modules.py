@@ -22,9 +22,8 @@ from einops import rearrange
 from mesh_transformer import spec
 from mesh_transformer.ops.attend.causal import Attend
 from mesh_transformer.ops.experts import Dispatch
-from mesh_transformer.ops.linear import add_bias, lookup, matmul
+from mesh_transformer.ops.linear import add_bias, column, lookup, matmul
 from mesh_transformer.ops.positions import EncodedPositions
-from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
 # of JAX's generators, one whose numbers are the same however an array is split

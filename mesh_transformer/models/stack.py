@@ -1,5 +1,4 @@
-"""The loop over layers: for training, scoring, prefill and decode, over stacked layers and over layers one by one; and
-what goes through it.
+"""The loop over layers, for training, scoring, prefill and decode, and what goes through it.
 
 Layers come in runs (`spec.runs`): a period of kinds that repeats. The parameters of a module are stacked by run, over
 the layers of the run that have the module. One scan computes the repeats of a run. Inside it, layers of one kind that
@@ -21,8 +20,6 @@ from mesh_transformer.spec import Run, in_run, neighbours, runs_of, starts
 
 # The name of the loop over layers in the op_name of compiled programs and in profiles.
 LAYER_LOOP = "blocks"
-Blocks = Block | tuple[Any, ...]
-"""The parameters of all layers: stacked by run; or one by one, each a `Block` or an `ops.linear.PackedBlock`."""
 Means = dict[str, jax.Array]
 """Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
 that have the mean."""
@@ -94,26 +91,19 @@ def rows_by_run(rows: Rows, runs: Sequence[Run[Any]]) -> list[Rows]:
 
 
 def over_layers(
-    runs: Runs, layer: Layer[Carry], carry: Carry, blocks: Blocks, rows: Rows, *, unroll: int = 1
+    runs: Runs, layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int = 1
 ) -> tuple[Carry, Outputs]:
     """All layers in order: the last carry, and the outputs of the layers, stacked.
 
     Args:
-        blocks: the parameters of all layers, stacked; or a tuple with the parameters of each layer. The layers of a
-            tuple are computed one by one.
-        rows: arrays with a row for each layer, or None; with a tuple, a sequence with an item for each layer.
+        blocks: the parameters of all layers, stacked by run.
+        rows: arrays with a row for each layer, or None.
         unroll: steps of a loop that are one in the program.
     """
     outputs = []
-    if isinstance(blocks, tuple):
-        kinds = (kind for run in runs for kind in run.kinds)
-        for kind, block, row in zip(kinds, blocks, rows, strict=True):
-            carry, out = layer(kind, carry, block, row)
-            outputs.append(jax.tree.map(lambda x: x[None], out))
-    else:
-        for run, params, some in zip(runs, by_run(blocks, runs), rows_by_run(rows, runs), strict=True):
-            carry, out = over_run(run, layer, carry, params, some, unroll=unroll)
-            outputs.append(out)
+    for run, params, some in zip(runs, by_run(blocks, runs), rows_by_run(rows, runs), strict=True):
+        carry, out = over_run(run, layer, carry, params, some, unroll=unroll)
+        outputs.append(out)
     return carry, join(outputs)
 
 

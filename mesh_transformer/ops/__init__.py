@@ -5,7 +5,7 @@ from mesh_transformer.ops.attend.context import attention
 from mesh_transformer.ops.experts import Biases, Dispatch, Routing, route
 from mesh_transformer.ops.experts import apply as apply_experts
 from mesh_transformer.ops.experts import statistics as router_statistics
-from mesh_transformer.ops.tensor_parallel import column, row
+from mesh_transformer.ops.linear import column, row
 
 __all__ = [
     "Attend",

@@ -1,8 +1,8 @@
 """Matrix products of a group of devices that split the positions of the residual stream, and the matrices.
 
-`gather_matmul` multiplies the positions of all devices by a device's columns. `matmul_scatter` multiplies a device's
-rows and leaves each device the sum at its own positions. Each computes the other's gradient. The backward pass gathers
-what it needs again: only the split arrays are kept.
+`Group.gather_matmul` multiplies the positions of all devices by a device's columns. `Group.matmul_scatter` multiplies a
+device's rows and leaves each device the sum at its own positions. Each computes the other's gradient. The backward pass
+gathers what it needs again: only the split arrays are kept.
 
 The devices communicate in one collective before or after the products. Or, with `Partition.overlap_tp`, they form a
 ring: in each step a chunk of the positions, or the sum of one so far, goes to the next device while another is
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.linear import weight_gradient
 from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 Arrays = Sequence[jax.Array]
@@ -39,23 +38,33 @@ class Group:
 
     partition: Partition
     axis: str
-    devices: int
+    # `ops.linear.weight_gradient`, which this file does not import: that file imports this one
+    gradient: Callable[[jax.Array, jax.Array], jax.Array]
     # the mesh axes that split the sequences, and those that split the positions of all activations
     batch: tuple[str, ...] = ()
     seq: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, partition: Partition) -> Group | None:
-        """The devices that split the positions of the residual stream, but not those of other activations; None if
-        there are none."""
-        seq = partition.rules["seq"] or ()
-        axes = [axis for axis in partition.rules["block_seq"] or () if axis not in seq]
-        devices = partition.mesh.shape[axes[0]] if axes else 1
+    def of(cls, partition: Partition, axis: str, gradient: Callable[[jax.Array, jax.Array], jax.Array]) -> Group:
+        """The devices along `axis`, which is `Partition.residual_axis`."""
         # read here: inside of `map` these axes split nothing
-        batch, others = (
+        batch, seq = (
             tuple(axis for axis in partition.axes(name) if partition.mesh.shape[axis] > 1) for name in ("batch", "seq")
         )
-        return cls(partition, axes[0], devices, batch, others) if devices > 1 else None
+        return cls(partition, axis, gradient, batch, seq)
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return self.partition.mesh.shape[self.axis]
+
+    def gather_matmul(self, x_BTD: jax.Array, ws_DF: Arrays) -> Arrays:
+        """x w for each w, of x's dtype: (B, T, D), split by T -> (B, T, F) each, split by F."""
+        return gather_matmul(self, x_BTD, ws_DF)
+
+    def matmul_scatter(self, xs_BTF: Arrays, ws_FD: Arrays) -> jax.Array:
+        """The sum of the products x w, of x's dtype: (B, T, F) each, split by F -> (B, T, D), split by T."""
+        return matmul_scatter(self, xs_BTF, ws_FD)
 
     def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         """`function` of the arrays of one device.
@@ -88,9 +97,9 @@ class Group:
     def weight_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
         """On a device, `ops.linear.weight_gradient` of all tokens: the sum over the devices with other tokens.
 
-        The sum is over no axis of a `shard_map` around this code, whose owner sums later (`train.replicas`).
+        The sum is over no axis of a `shard_map` around this code, whose owner sums later (`schedule.summed_once`).
         """
-        gradient, others = weight_gradient(x, dy), self._axes[1:]
+        gradient, others = self.gradient(x, dy), self._axes[1:]
         return _on_cpu_in_float32(functools.partial(jax.lax.psum, axis_name=others), gradient) if others else gradient
 
     def parts(self, x_BTF: jax.Array) -> jax.Array:
@@ -188,7 +197,7 @@ def _sum_of_products(xs: Arrays, ws: Arrays) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_matmul(group: Group, x_BTD: jax.Array, ws_DF: Arrays) -> Arrays:
-    """x w for each w, of x's dtype: (B, T, D), split by T -> (B, T, F) each, split by F."""
+    """See `Group`."""
 
     def products(group: Group, x: jax.Array, ws: Arrays) -> list[jax.Array]:
         return gather_products(group, x, ws)[0]
@@ -220,7 +229,7 @@ gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul_scatter(group: Group, xs_BTF: Arrays, ws_FD: Arrays) -> jax.Array:
-    """The sum of the products x w, of x's dtype: (B, T, F) each, split by F -> (B, T, D), split by T."""
+    """See `Group`."""
     run = group.map(scatter_products, (group.columns, P(group.axis)), group.positions)
     return _joined(run([group.parts(x) for x in xs_BTF], list(ws_FD)))
 

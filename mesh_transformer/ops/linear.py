@@ -1,49 +1,58 @@
 """Affine maps and lookups in tables, whose gradients compile well everywhere.
 
-Shapes: ... leading dims (N when flattened: all tokens), D input dims, F output dims.
+Devices split matrices by columns (`column`), then by rows (`row`), as in Megatron (Shoeybi et al. 2019,
+arXiv:1909.08053). The partition decides how they communicate:
+
+- The residual stream is whole on each device, or there is no partition: the products are plain. The partitioner sums
+  those of `row` over the devices.
+- The devices that split the matrices also split the positions of the residual stream (Korthikanti et al. 2022,
+  arXiv:2205.05198): `column` gathers its input, and `row` sums and scatters its result, each in one collective.
+- The same with `Partition.overlap_tp`: both go around a ring, in parts, while other parts are multiplied.
+
+`ops.collective_matmul` has the second and the third.
+
+Shapes: ... leading dims (N when flattened: all tokens), D input dims, F output dims. B sequences, T positions.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import abc
 import functools
+import operator
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jax.sharding import PartitionSpec
 
-from mesh_transformer.parallel.sharding import Axes, Block, Partition, active
+from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain
 
-# Elements of a matrix that are converted and multiplied at a time.
-BLOCK = 1 << 19
+if TYPE_CHECKING:
+    from mesh_transformer.ops.collective_matmul import Group
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["w_FD"], meta_fields=["start", "stop"])
-@dataclasses.dataclass(frozen=True)
-class Transposed:
-    """A matrix (D, F), stored as rows start .. stop - 1 of a transposed array. Not differentiable.
-
-    XLA for CPU multiplies a transposed matrix faster. The array's other rows may be matrices that multiply the same
-    input: XLA then computes one product for all of them. Elements of two bytes are stored as uint16: see
-        `_product_of_bits`.
-    """
-
-    w_FD: jax.Array
-    start: int
-    stop: int
+class StoredMatrix(abc.ABC):
+    """A matrix (D, F) in a form of its own, a pytree. It is not differentiable."""
 
     @property
+    @abc.abstractmethod
     def shape(self) -> tuple[int, int]:
-        """The shape of the matrix, (D, F)."""
-        return self.w_FD.shape[1], self.stop - self.start
+        """(D, F)."""
+
+    @abc.abstractmethod
+    def product(self, x_D: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+        """x w: (..., D) -> (..., F) of `out_dtype`."""
+
+
+Matrix = jax.Array | StoredMatrix
+"""A matrix (D, F). Devices that split the positions of the residual stream have arrays only."""
 
 
 def matmul(
     x_D: jax.Array,
-    w_DF: jax.Array | Transposed,
+    w_DF: Matrix,
     out_dtype: jnp.dtype,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
 ) -> jax.Array:
@@ -51,33 +60,9 @@ def matmul(
 
     At the default precision, a TPU rounds float32 factors to bfloat16, and a GPU may round them to TF32.
     """
-    if isinstance(w_DF, Transposed):
-        product = _product_of_bits if w_DF.w_FD.dtype == jnp.uint16 else _product
-        return product(x_D, w_DF.w_FD, out_dtype)[..., w_DF.start : w_DF.stop]
+    if isinstance(w_DF, StoredMatrix):
+        return w_DF.product(x_D, out_dtype)
     return _matmul(x_D, w_DF, out_dtype, precision)
-
-
-def _product(x_D: jax.Array, w_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    return jnp.einsum("...d,fd->...f", x_D, w_FD, preferred_element_type=out_dtype)
-
-
-def _product_of_bits(x_D: jax.Array, bits_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """The product with a matrix of x's dtype that is given as uint16, a block of rows at a time.
-
-    XLA for CPU multiplies bfloat16 in float32. It converts every bfloat16 matrix that a program reads, before the
-    program begins. It does not convert integers, so here only one block exists in float32, which fits the processor's
-    cache.
-    """
-    rows, width = bits_FD.shape
-    some = max((n for n in range(1, rows) if rows % n == 0 and n * width <= BLOCK), default=rows)
-    x_D, dtype = x_D.astype(jnp.float32), x_D.dtype
-
-    def product(bits_fD: jax.Array) -> jax.Array:
-        w_fD = jax.lax.bitcast_convert_type(bits_fD, dtype).astype(jnp.float32)
-        return _product(x_D, w_fD, jnp.dtype(jnp.float32)).astype(out_dtype)
-
-    y_Nf = jax.lax.map(product, rearrange(bits_FD, "(n f) d -> n f d", f=some))
-    return rearrange(y_Nf, "n ... f -> ... (n f)")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -251,58 +236,34 @@ def _sum_on_device(
 lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["others", "joined"], meta_fields=["names", "sizes"])
-@dataclasses.dataclass(frozen=True)
-class PackedBlock:
-    """The parameters of a block, stored for products with few rows on CPU.
-
-    Each matrix is transposed. Matrices that multiply the same input are concatenated.
-    """
-
-    others: Block
-    # (sum of F, D) for each group: its matrices, transposed, one below the other
-    joined: tuple[jax.Array, ...]
-    # the Haiku modules of each group, whose "w" are concatenated
-    names: tuple[tuple[str, ...], ...]
-    # F of each of these matrices
-    sizes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def pack(cls, block: Block, fuse: Sequence[Sequence[str]], as_bits: Sequence[str] = ()) -> PackedBlock:
-        """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are
-        joined, `as_bits` the modules whose arrays stay as they are, matrices of two bytes as uint16."""
-        groups = [present for names in fuse if (present := [name for name in names if name in block])]
-        grouped = {name for names in groups for name in names}
-        others = {
-            module: {
-                name: (_bits(leaf) if leaf.ndim > 2 else leaf) if module in as_bits else _packed(leaf)
-                for name, leaf in leaves.items()
-                if not (module in grouped and name == "w")
-            }
-            for module, leaves in block.items()
-        }
-        joined = tuple(jnp.concatenate([_stored(block[name]["w"]) for name in names]) for names in groups)
-        sizes = tuple(tuple(block[name]["w"].shape[1] for name in names) for names in groups)
-        return cls(others, joined, tuple(map(tuple, groups)), sizes)
-
-    def unpack(self) -> Block:
-        """The parameters by module and name, for use inside a program."""
-        block = {module: dict(leaves) for module, leaves in self.others.items()}
-        for w_FD, names, sizes in zip(self.joined, self.names, self.sizes, strict=True):
-            ends = np.cumsum(sizes).tolist()
-            for name, size, end in zip(names, sizes, ends, strict=True):
-                block[name]["w"] = Transposed(w_FD, end - size, end)
-        return block
+def column(x_BTD: jax.Array, ws_DF: Sequence[Matrix], names: Sequence[str | None]) -> list[jax.Array]:
+    """x w for each w, of x's dtype: (B, T, D) -> (B, T, F) each, split by F. `names` names the dimensions F."""
+    group = _group()
+    if group is None:
+        return [matmul(x_BTD, w, x_BTD.dtype) for w in ws_DF]
+    split = [group.partition.size(name) > 1 for name in names]
+    divided = [cast(jax.Array, w) for w, is_split in zip(ws_DF, split, strict=True) if is_split]
+    gathered = iter(group.gather_matmul(x_BTD, divided))
+    # A device that holds a whole matrix multiplies its own positions.
+    return [
+        next(gathered) if is_split else constrain(matmul(x_BTD, w, x_BTD.dtype), "batch", "block_seq", None)
+        for w, is_split in zip(ws_DF, split, strict=True)
+    ]
 
 
-def _packed(leaf: jax.Array) -> jax.Array | Transposed:
-    return Transposed(_stored(leaf), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
+def row(xs_BTF: Sequence[jax.Array], ws_FD: Sequence[Matrix]) -> jax.Array:
+    """The sum of the products x w, of their dtype: (B, T, F) each, split by F -> (B, T, D)."""
+    group = _group()
+    if group is None:
+        return functools.reduce(operator.add, (matmul(x, w, x.dtype) for x, w in zip(xs_BTF, ws_FD, strict=True)))
+    return group.matmul_scatter(xs_BTF, cast(Sequence[jax.Array], ws_FD))
 
 
-def _stored(w_DF: jax.Array) -> jax.Array:
-    """A matrix (D, F) as `Transposed` stores it, (F, D)."""
-    return _bits(w_DF.T)
+def _group() -> Group | None:
+    """The devices that split the positions of the residual stream, and the matrices; None: it is whole on each."""
+    partition = active()
+    if partition is None or partition.residual_axis is None:
+        return None
+    from mesh_transformer.ops.collective_matmul import Group
 
-
-def _bits(w: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(w, jnp.uint16) if w.dtype.itemsize == 2 else w
+    return Group.of(partition, partition.residual_axis, weight_gradient)

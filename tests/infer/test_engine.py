@@ -19,6 +19,7 @@ from support.engines import CASES, GREEDY, SAMPLED, SLOTS, Completion, complete,
 from mesh_transformer.checkpoint.load import load_by_layer
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
     PrefillResult,
@@ -26,7 +27,6 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
 )
 from mesh_transformer.runtime.session.engine import ServingEngine
-from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 
 
 @functools.cache
@@ -206,7 +206,7 @@ def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
     parts = load_by_layer(
         ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
     )
-    packed = pack_for_cpu_decode(parts, run.model.decoder)
+    packed = pack(parts, run.model.decoder)
     (expected,), (found,) = (
         complete(engine_of(run, given, slots=slots), [(prompt_of(1, 21), SAMPLED)])
         for given, slots in ((params, SLOTS), (packed, 1))

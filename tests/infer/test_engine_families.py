@@ -21,11 +21,11 @@ from support.engines import CASES, GREEDY, SAMPLED, Completion, complete, engine
 from mesh_transformer.checkpoint.load import load_by_layer
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import PromptChunk
 from mesh_transformer.infer.scoring.packing import Query, plan_batches
 from mesh_transformer.infer.scoring.scorer import Scorer
-from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 
 # longer than every window
 PROMPT = prompt_of(1, 21)
@@ -92,7 +92,7 @@ def packed_for_cpu(family: str) -> None:
     parts = load_by_layer(
         ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
     )
-    packed = pack_for_cpu_decode(parts, run.model.decoder)
+    packed = pack(parts, run.model.decoder)
     (found,) = complete(engine_of(run, packed, slots=1), [(PROMPT, CASES["all filters"])])
     assert found.ids == by_definition(family, "all filters")
 

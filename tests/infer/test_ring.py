@@ -19,11 +19,11 @@ from mesh_transformer.checkpoint.load import load_by_layer
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.config import ComputeConfig, parse_config
+from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import PromptChunk, SamplingParams
 from mesh_transformer.models.model import Model
 from mesh_transformer.ops.attend.cached import KVCache
-from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 
 # windows in all layers, from a layer on, in the second, and in the first and third
 WINDOWS = {name: families.MODELS[name]["window"] for name in ("mistral", "qwen2", "gpt_neo", "gemma2")}
@@ -65,7 +65,7 @@ def packed_for_cpu(family: str) -> SlotEngine:
     parts = load_by_layer(
         ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
     )
-    packed = pack_for_cpu_decode(parts, run.model.decoder)
+    packed = pack(parts, run.model.decoder)
     return engine_of(run, packed, slots=2, max_prefill_tokens=CHUNK)
 
 

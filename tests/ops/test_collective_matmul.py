@@ -14,7 +14,7 @@ from support.covering import covering
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.estimate.hlo import Module
-from mesh_transformer.ops.tensor_parallel import column, row
+from mesh_transformer.ops.linear import column, row
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition, constrain, use
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,9 @@ from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, op
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.block import fusable_modules
-from mesh_transformer.models.feed_forward import is_experts
-from mesh_transformer.ops.linear import PackedBlock
+from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.spec import Decoder
 
 
 class Weights(NamedTuple):
@@ -96,33 +93,11 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     with explain_damage(source):
         if for_decode and jax.default_backend() == "cpu":
             parts = load_by_layer(source, abstract, model.rows_by_layer)
-            params = pack_for_cpu_decode(parts, model.decoder)
+            params = pack(parts, model.decoder)
         else:
             params = load(source, {"params": abstract})["params"]
     platforms.return_freed_memory()
     return Weights(params, source.counts.step)
-
-
-def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -> Params:
-    """Parameters in the layout for decoding on CPU: "blocks" is a tuple of packed layers, the head's matrix is
-    transposed.
-
-    With stacked layers, XLA for CPU copies each layer at every step. The matrices of the last layer are not fused,
-    because most of them are applied to a single position of a prompt. Each part is packed before the next one is read.
-
-    Args:
-        parts: the result of `load_by_layer`.
-    """
-    params: Params = {"blocks": ()}
-    for stage, part in parts:
-        if stage == "blocks":
-            fuse = fusable_modules(decoder) if len(params["blocks"]) < len(decoder.layers) - 1 else ()
-            params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, fuse, list(filter(is_experts, part)))),)
-        else:
-            params[stage] = PackedBlock.pack(part, ()).unpack() if stage == "head" else part
-        # free the part before the next one is read
-        del part
-    return params
 
 
 def split_step(path: str) -> tuple[str, int | None]:

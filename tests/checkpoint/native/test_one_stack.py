@@ -24,8 +24,8 @@ from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import open_source
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 from mesh_transformer.spec import Decoder
 
 # 5 layers, dense and with experts in turn; and two dense layers before two with experts
@@ -117,7 +117,7 @@ def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
         run = program(expected["config"], f"mesh.fsdp={fsdp}", devices=fsdp)
         abstract = run.placement.abstract(run.model.dtype)
         if fsdp == 1:
-            params = pack_for_cpu_decode(load_by_layer(source, abstract, run.model.rows_by_layer), run.model.decoder)
+            params = pack(load_by_layer(source, abstract, run.model.rows_by_layer), run.model.decoder)
         else:
             params = load(source, {"params": abstract})["params"]
             logits = np.asarray(jax.jit(run.model.apply)(params, np.array([expected["prompt"]]))[0])[0, -1]
