@@ -18,12 +18,15 @@ import tarfile
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# the scripts and the package beside this file, whichever one is installed
+sys.path.insert(0, str(ROOT))
+
+from scripts import traced_files  # noqa: E402
+
 LIMITS = ROOT / "scripts" / "budgets.toml"
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGE = "mesh_transformer"
@@ -35,11 +38,11 @@ CORE_FOLDERS = ("models", "ops", "parallel", "train", "families", "spec", "optim
 NOT_COUNTED = ("families", "spec")
 LINES, ANY, FILES = "code lines", "Any per thousand code lines", "files"
 FORWARD, STEP, SERVER = "a traced forward pass executes", "a traced training step executes", "a server loads"
+TRACED = {FORWARD: traced_files.FORWARD, STEP: traced_files.STEP}
 # the limit of a figure that --record sets is the next multiple
 ROUNDED = {ANY: 0.5, FILES: 1.0}
 # commits that are no older than this before HEAD landed with it
 LANDED_SECONDS = 3 * 3600
-MODEL = {"family": "gptj", "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 256, "seq": 32, "pe_rotary_dims": 8}
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -139,58 +142,12 @@ def server_modules() -> list[str]:
     return sorted(".".join(name) for name in names if name[1:2] not in [[part] for part in NOT_COUNTED])
 
 
-def traced_files() -> dict[str, list[str]]:
-    """The files of the package outside of spec/ whose functions run while a small GPT-J is traced: its forward pass
-    without a cache, and its training step."""
-    import jax
-    import jax.numpy as jnp
-
-    from mesh_transformer.config import parse_config
-    from mesh_transformer.models.placement import Placement
-    from mesh_transformer.parallel.sharding import use
-    from mesh_transformer.train.step import TrainProgram, lower_step
-
-    jax.config.update("jax_platforms", "cpu")
-    config = parse_config({"model": MODEL, "data": {"batch_size": 8}})
-    program = TrainProgram(Placement.of(config, jax.devices()[:1]), config)
-    model, tokens = program.model, jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
-
-    def forward() -> None:
-        with use(program.partition):
-            jax.jit(lambda params, tokens: model.apply(params, tokens)[0]).lower(model.shapes, tokens)
-
-    def step() -> None:
-        lower_step(program, config.optimizer.gradient_accumulation_steps, 8)
-
-    return {FORWARD: entered(forward), STEP: entered(step)}
-
-
-def entered(trace: Callable[[], None]) -> list[str]:
-    """The files of the package outside of spec/ whose functions run in a call."""
-    names: set[str] = set()
-
-    def enter(frame: FrameType, event: str, _: Any) -> None:
-        # an import inside a function runs the file, but no function of it
-        if event == "call" and frame.f_code.co_name != "<module>":
-            names.add(frame.f_code.co_filename)
-
-    sys.setprofile(enter)
-    try:
-        trace()
-    finally:
-        sys.setprofile(None)
-    folder = ROOT / PACKAGE
-    files = (Path(name).relative_to(folder).as_posix() for name in names if Path(name).is_relative_to(folder))
-    return sorted(file for file in files if not file.startswith("spec/"))
-
-
-def measured() -> Figures:
-    """All figures. Call it in a new process, in which nothing else was imported."""
-    modules = len(server_modules())
-    return {
-        **of_the_sources(),
-        FILES: {SERVER: modules, **{name: len(files) for name, files in traced_files().items()}},
-    }
+def measured() -> tuple[Figures, list[str]]:
+    """All figures, and a line for each page whose list of traced files is outdated. Call it in a new process, in which
+    nothing else was imported."""
+    modules, traced = len(server_modules()), traced_files.traced_files()
+    counts = {name: sum(not file.startswith("spec/") for file in traced[key]) for name, key in TRACED.items()}
+    return {**of_the_sources(), FILES: {SERVER: modules, **counts}}, traced_files.outdated(traced)
 
 
 def limits() -> Figures:
@@ -276,15 +233,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the limits to docs/architecture.md")
     parser.add_argument("--record", action="store_true", help="set the limits to the figures, and write the page")
     arguments = parser.parse_args()
-    # the package beside this file, whichever one is installed
-    sys.path.insert(0, str(ROOT))
-    figures = measured()
+    figures, outdated = measured()
     if arguments.record:
         LIMITS.write_text(as_toml(rounded_up(figures)), encoding="utf-8")
     most = limits()
     if arguments.record or arguments.write:
         PAGE.write_text(render(most), encoding="utf-8")
-    found = [*faults(figures, most)]
+    found = [*faults(figures, most), *outdated]
     if render(most) != PAGE.read_text(encoding="utf-8"):
         found.append("docs/architecture.md has other limits than scripts/budgets.toml: run scripts/budgets.py --write")
     base = landed()

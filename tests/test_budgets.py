@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import budgets
+from scripts import budgets, traced_files
 
 SOURCE = '''"""A module."""
 
@@ -61,12 +61,35 @@ def test_what_a_code_line_is() -> None:
 
 
 def test_the_files_of_a_step_are_those_that_are_entered() -> None:
-    files = budgets.traced_files()
-    forward, step = set(files[budgets.FORWARD]), set(files[budgets.STEP])
+    entered = {}
+    for run in traced_files.forward, traced_files.step:
+        entered[run] = traced_files.Entered()
+        run(entered[run])
+    forward, step = (set(one.files) for one in entered.values())
     assert {"models/block.py", "ops/linear.py"} <= forward < step
     assert "train/step.py" in step - forward
-    assert not [name for name in step if name.startswith(("checkpoint/", "infer/", "families/", "spec/"))]
-    assert sys.getprofile() is None
+    assert not [name for name in step if name.startswith(("checkpoint/", "infer/", "families/"))]
+    assert sys.gettrace() is None
+
+
+def test_a_page_lists_the_files(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{traced_files.BEGIN}old\n{traced_files.END}below\n")
+    page.write_text(traced_files.render(page, ["accelerators.py", "ops/attend/causal.py", "ops/linear.py"]))
+    lines = ["- `accelerators.py`", "- `ops/`: `attend/causal.py`, `linear.py`"]
+    expected = ["above", traced_files.BEGIN.strip(), "", *lines, "", traced_files.END.strip(), "below"]
+    assert page.read_text().splitlines() == expected
+    assert traced_files.render(page, ["ops/linear.py"]) != page.read_text()
+
+
+def test_readers_are_sent_to_files_that_run(repo: Path) -> None:
+    page, model = (repo / "docs/training_step.md").read_text(), (repo / "mesh_transformer/models/model.py").read_text()
+    listed, few = page.split(traced_files.END)[0], page.split("A first reader needs ten")[1].split("\n\n")[0]
+    first = model.split("Unusual is")[0]
+    for text, count in (few, 10), (first, 3):
+        names = re.findall(r"(\w+)/([\w/]+\.py)", text)
+        assert len(names) == count
+        assert not [name for folder, name in names if not re.search(rf"- `{folder}/`:[^-]*`{name}`", listed)]
 
 
 def test_every_folder_of_code_is_counted(repo: Path) -> None:
@@ -145,7 +168,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(budgets, "LIMITS", limits)
     monkeypatch.setattr(sys, "path", [*sys.path])
     figures = budgets.limits()
-    monkeypatch.setattr(budgets, "measured", lambda: figures)
+    monkeypatch.setattr(budgets, "measured", lambda: (figures, []))
     monkeypatch.setattr(budgets, "landed", lambda: None)
 
     def run(*arguments: str) -> tuple[int, str]:
