@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 pytest_plugins = ["support.recorded", "support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
-MOST_BYTES = 1 << 30
+# the memory by which a process may grow before it drops its compiled programs
+GROWTH_BYTES = 3 << 28
 LONG = ("cluster", "parallel", "pod", "runtime", "train")
 # Tests that mostly wait, for hosts and for Ray: one worker runs them, one after the other, beside those that compute.
 WAITING = ("tests/pod/", "tests/cluster/backends/")
@@ -148,19 +149,29 @@ def pytest_runtest_protocol() -> Generator[None, bool, bool]:
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         if handler not in handlers:
             root.removeHandler(handler)
+    _limit_memory()
     return result
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _limit_memory() -> Iterator[None]:
-    """Drop the compiled programs of a process that has grown: three workers have to fit the memory of a laptop."""
-    yield
-    pages = Path("/proc/self/statm")
-    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES:
+def _limit_memory() -> None:
+    """Drop the compiled programs of a process that has grown: the workers have to fit the memory of a laptop."""
+    global _kept_bytes
+    if _resident_bytes() > _kept_bytes + GROWTH_BYTES:
         sys.modules["jax"].clear_caches()
         gc.collect()
         # glibc keeps what was freed
         getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)
+        _kept_bytes = _resident_bytes()
+
+
+# what a process keeps: at first, about what its imports need
+_kept_bytes = 1 << 29
+
+
+def _resident_bytes() -> int:
+    """The memory of this process; 0: it is not known."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 @pytest.fixture(scope="session")
