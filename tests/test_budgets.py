@@ -83,11 +83,12 @@ def test_a_page_lists_the_files(tmp_path: Path) -> None:
 
 
 def test_readers_are_sent_to_files_that_run(repo: Path) -> None:
-    page, model = (repo / "docs/training_step.md").read_text(), (repo / "mesh_transformer/models/model.py").read_text()
-    listed, few = page.split(traced_files.END)[0], page.split("A first reader needs ten")[1].split("\n\n")[0]
-    first = model.split("Unusual is")[0]
-    for text, count in (few, 10), (first, 3):
-        names = re.findall(r"(\w+)/([\w/]+\.py)", text)
+    """The pages and the model name a few of the files, in the order in which to read them."""
+    pages = [(repo / "docs" / name).read_text() for name in ("training_step.md", "served_request.md")]
+    model = (repo / "mesh_transformer/models/model.py").read_text()
+    few = [(page, page.split("A first reader needs ten")[1].split("\n\n")[0], 10) for page in pages]
+    for page, text, count in [*few, (pages[0], model.split("Unusual is")[0], 3)]:
+        names, listed = re.findall(r"\b(?!docs)(\w+)/([\w/]+\.py)", text), page.split(traced_files.END)[0]
         assert len(names) == count
         assert not [name for folder, name in names if not re.search(rf"- `{folder}/`:[^-]*`{name}`", listed)]
 

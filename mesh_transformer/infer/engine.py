@@ -46,8 +46,9 @@ def abstract_slots(placement: Placement, slots: int, context: int | None) -> Any
 class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 
-    Chunk sizes are powers of two. Attention reads a whole number of cache segments. One call computes several chunks if
-    each one starts its prompt.
+    Chunk sizes are powers of two, and the largest size. The first chunk of a prompt attends to itself; `generate` reads
+    one of the lengths of `segment_ends`, on every platform. One call computes several chunks if each one starts its
+    prompt.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SlotEngine:
         held = {window: ring_length(self.context, window, self._max_chunk) for window in windows}
         # the window and the positions of each kind of ring
         self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
-        # the numbers of positions that programs read: at the longest one, all rings may be full
+        # the numbers of positions that programs read: only the program of the longest may meet rings that have wrapped
         self._lengths = sorted({*segment_ends(max(held.values())), self.context})
         self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk)
         self._slots = self._programs.empty()

@@ -1,4 +1,7 @@
-"""Continuous batching: decides which tokens of which requests an `Engine` computes next, and in which slots. No jax."""
+"""Continuous batching: decides which tokens of which requests an `Engine` computes next, and in which slots. No jax.
+
+A request is one sequence here: one of the server's requests may be several.
+"""
 
 import collections
 import dataclasses
@@ -220,7 +223,7 @@ class Scheduler:
         return [slot for slot in self._slots if slot.request is None]
 
     def _admit(self) -> bool:
-        """Give the first waiting request a slot, if one is free and its prompt fits in this step."""
+        """Give the first waiting request a slot, if one is free and its prompt is the first of this step, or fits."""
         if not self._waiting or not self._free():
             return False
         request = next(iter(self._waiting.values()))
@@ -242,8 +245,8 @@ class Scheduler:
         return True
 
     def _fits(self, request: _Request, reused: int) -> bool:
-        """Whether a prompt can join this step: as a whole, and without sharing a longer prefix with a prompt of this
-        step."""
+        """Whether a prompt can join this step: as a whole, and if no prompt that is being computed will give it a
+        longer prefix than the one that it reuses."""
         prefilling = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:

@@ -1,6 +1,6 @@
 """The block of all families, as a `spec.Layer` describes it: the table of its mechanisms, and what it reads.
 
-Shapes: B sequences, T positions, S keys, D residual width, L layers.
+Shapes: B sequences, T positions, S keys, H heads, D residual width, L layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mesh_transformer.ops.positions import ENCODINGS, EncodedPositions
 from mesh_transformer.parallel.sharding import constrain
 from mesh_transformer.spec import Decoder, PositionEncoding
 
-# The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
+# The named activations of a layer that the backward pass keeps, by the value of `compute.remat`; all with "none".
 KEPT = {
     "full": ["block_in"],
     "save_attn": ["block_in", "attn_out"],
@@ -32,8 +32,8 @@ KEPT = {
 
 
 class BlockModule(Protocol):
-    """A mechanism between its products. The branch multiplies by the matrices `inputs` and `out`, of all its parts at
-    once, and adds the biases of outputs."""
+    """What a mechanism computes between its input and output projections, such as attention of q, k and v. The branch
+    does the projections, so that the mechanisms of a branch share one product, and adds the biases of outputs."""
 
     @property
     def inputs(self) -> Sequence[Linear]:
@@ -49,8 +49,9 @@ class BlockModule(Protocol):
 
     @property
     def __call__(self) -> Callable[..., Any]:
-        """The products of `inputs`, (B, T or 1, ...), or the input (B, T or 1, D); and `ctx`, a `Context` -> the input
-        of `out`, or the output (B, T or 1, D); with named means over the tokens, if it has any: a pair."""
+        """(products of `inputs`, (B, T or 1, ...) each; without `inputs` the input (B, T or 1, D); ctx=a `Context`) ->
+        the input of `out`; without `out` the output (B, T or 1, D). A mechanism that has named means over the tokens
+        returns a pair: this, and the means."""
 
 
 MODULES: dict[type[spec.Mechanism], Callable[[Any, int, float, str], BlockModule]] = {
@@ -71,11 +72,12 @@ def module_of(mechanism: spec.Mechanism, d_model: int, out_stddev: float) -> Blo
 # The window of a layer without one, among layers that have windows: more than any position.
 NO_WINDOW = 1 << 30
 Number = jax.Array | int | None
-"""Data of the program, or known before; None: there is none."""
+"""A traced array, or a Python int, which is part of the program; None: there is none."""
 
 
 class LayerNumbers(NamedTuple):
-    """The numbers of one layer, as data; or of all layers, each with a leading dimension L."""
+    """The numbers of one layer; or of all layers, arrays with a leading dimension L. Of one layer as Python ints
+    (`static_numbers`), None says that this layer has none."""
 
     # int32: `Context.window`; None: no layer has one
     window: Number
@@ -112,8 +114,9 @@ def layer_numbers(decoder: Decoder, *, counted: bool = False) -> LayerNumbers:
 
 
 def encoded_positions(decoder: Decoder, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
-    """The arrays of the positions, for each kind of position encoding. If a kind has several encodings, their arrays
-    are stacked: (number of encodings, B, T, ...)."""
+    """What each kind of position encoding makes of the positions, such as the cosines and sines of rotary encoding:
+    arrays (B or 1, T, ...). If a kind has several encodings, their arrays are stacked: (number of encodings, B or 1, T,
+    ...)."""
     found = []
     for kind, several in decoder.position_encodings.items():
         each = [ENCODINGS[type(kind)].positions(one, positions_BT, decoder.seq) for one in several]
@@ -124,7 +127,7 @@ def encoded_positions(decoder: Decoder, positions_BT: jax.Array) -> tuple[Encode
 def positions_of(
     decoder: Decoder, kind: PositionEncoding | None, encoded: Sequence[EncodedPositions], number: Number
 ) -> EncodedPositions | None:
-    """The arrays of the positions for one layer.
+    """The arrays of `encoded_positions` for one layer.
 
     Args:
         kind: the kind of its position encoding; None: it has none.
@@ -157,11 +160,12 @@ def block(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One layer of a kind: (B, T, D) -> (B, T or 1, D), and named means over the tokens (none for a dense layer).
 
-    Matrices that multiply one input are in one call of `column`. `row` sums the products of the tensor-parallel
+    Matrices that multiply one input are in one call of `columns`. `row` sums the products of the tensor-parallel
     shards of all parts of a branch at once. The biases are added after it.
     """
     modules = {one.name: module_of(one, decoder.d_model, decoder.output_stddev) for one in layer.mechanisms}
     means: dict[str, jax.Array] = {}
+    # before the attention all positions are computed, and after it x has only those that the block returns
     everywhere = ctx._replace(query_index_B=None)
     for number, branch in enumerate(layer.branches):
         attends = layer.attention in branch.mechanisms
@@ -177,6 +181,7 @@ def _branch(
 ) -> jax.Array:
     """What a branch adds to x: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
     mixed, matrices, added = [], [], []
+    # a reading is parts that share a norm of x
     for reading in branch.readings:
         parts = [modules[part.mechanism.name] for part in reading.parts]
         keys = [linear for part in parts for linear in part.keys]

@@ -1,7 +1,7 @@
 """The forward pass of any family: embedding, layers and logits, with a cache or without one.
 
 Three files are read with this one: models/block.py (a layer), models/stack.py (the loop over layers) and
-parallel/sharding.py (what a device has of an array). Unusual is:
+parallel/sharding.py (what a device has of an array). docs/training_step.md has a longer list. Unusual is:
 
 - The model is data, a `spec.Decoder`. A Haiku module asks it for the arrays that it has.
 - Embedding, block and head are separate `hk.transform`s, which are applied to parts of one tree (models/parameters.py).
@@ -9,10 +9,11 @@ parallel/sharding.py (what a device has of an array). Unusual is:
   compile time does not grow with their number.
 - Code names dimensions, and the active `Partition` splits them: one text for one device and for a pod.
 - Attention is an argument of a layer (`Context.attend`): of whole sequences (ops/attend/context.py), or through a cache
-  (ops/attend/cached.py). Training, scoring, prefill and decode differ in nothing else.
-- Parameters that are packed for decoding on a CPU have a loop of their own (infer/cpu/model.py).
+  (ops/attend/cached.py). Training, scoring, prefill and decode share embedding, layer and head. Training adds
+  documents, dropout and the dispatch to experts, which `embed` and `layer` take.
+- On a CPU, an engine packs the parameters, and `PackedModel` replaces `Model.loop` (infer/cpu/model.py).
 
-Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
+Shapes: B sequences (or cache slots), T positions, S key positions, H heads, D residual width, V padded vocabulary rows.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ from mesh_transformer.parallel.sharding import Block, Params, constrain, gather_
 from mesh_transformer.spec import CacheEntry, Layer
 
 Views = Sequence[KeyValueView | None]
-"""The caches of groups of layers; None: no cache."""
+"""A view of the cache for each group of layers, whose caches have one length and equal entries; None: no cache."""
 Carry = tuple[jax.Array, KeyValueView | None]
-"""What a layer passes on to the next: the residual stream, and the view that it has written."""
+"""What a layer passes on to the next: the residual stream, and the view with the layer's keys and values."""
 Carries = tuple[jax.Array, Views]
 """The same with the views of all layers."""
 
 
 def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
     """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if there is
-    one."""
+    one: a function of the positions of queries and keys."""
     d = decoder
     x_BTD = token_table(d)(tokens_BT)
     if d.embed_scale != 1:
@@ -111,16 +112,16 @@ class Inputs(NamedTuple):
 
     # the result of `block.encoded_positions`
     encoded: tuple[EncodedPositions, ...]
-    # int32
+    # int32; without a cache, B may be 1: all sequences have the same positions
     positions_BT: jax.Array
     # int32: the document of each token; 0: it is part of none. None: all tokens are one document
     segments_BT: jax.Array | None = None
-    # uint32: `Dropout.noise_BT2`; None: no number is set to 0
+    # uint32: two random words for each token (`Dropout.noise_BT2`); None: no number is set to 0
     noise_BT2: jax.Array | None = None
 
 
 class _Stages(NamedTuple):
-    """The `hk.transform`s of the Haiku modules."""
+    """The `hk.transform`s of the Haiku modules. The head is two."""
 
     embed: hk.Transformed
     blocks: dict[Layer, hk.Transformed]
@@ -169,13 +170,15 @@ class Model(Parameters):
         start_B: jax.Array | None = None,
         query_index_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Logits for training (no cache), prefill (T > 1) and decode (T = 1).
+        """Logits of whole sequences (no cache), of prefill (T > 1) and of decode (T = 1). A training step calls `embed`
+        and `layer` itself (`TrainProgram._parts`).
 
         Args:
-            params: in the compute dtype.
-            tokens_BT: int32; at positions 0 .. T - 1, or start_B + 0 .. T - 1.
+            params: the result of `cast`.
+            tokens_BT: int32; at positions start_B + 0 .. T - 1. Without a cache, at 0 .. T - 1 in the order of
+                `Partition.sequence_order`, which the logits have too.
             cache: keys and values of earlier positions. Keys and values of the tokens are written to it.
-            start_B: int32: position of each sequence's first token; needs a cache.
+            start_B: int32: position of each sequence's first token, with a cache only.
             query_index_B: int32 indices into T: logits of only this position of each sequence.
 
         Returns:
@@ -195,8 +198,7 @@ class Model(Parameters):
     ) -> tuple[jax.Array, Any]:
         """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache.
 
-        `positions_BT` replaces `start_B` where the positions of a row are not consecutive; it needs a cache. Without a
-        cache, the tokens are in the order of `Partition.sequence_order`.
+        `positions_BT` replaces `start_B` where the positions of a row are not consecutive, with a cache only.
         """
         if positions_BT is None:
             length = tokens_BT.shape[1]
@@ -288,6 +290,7 @@ class Model(Parameters):
         params = gather_weights(params, self.stage_axes["blocks"][kind])
         x_BTD = checkpoint_name(constrain_residual(stream.x_BTD), "block_in")
         x_BTD, means = self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
+        # the mechanism has called `attend`, which then holds the view with its keys and values
         return (x_BTD, attend.view), means
 
     def layers(
@@ -306,6 +309,7 @@ class Model(Parameters):
                 views, view_of = cache.split(count)
                 x_BTD, written = self.loop(params, stream, views, view_of, query_index_B)
                 cache = cache.joined(written)
+        # a loop whose last layer computed one position has returned one
         if query_index_B is not None and x_BTD.shape[1] > 1:
             x_BTD = at_position(x_BTD, query_index_B)
         return constrain_residual(x_BTD), cache
@@ -318,12 +322,13 @@ class Model(Parameters):
         view_of: Sequence[int],
         query_index_B: jax.Array | None,
     ) -> Carries:
-        """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
-        program: a ring needs its window as a number.
+        """The loop over stacked layers. If they have several views, the view and the numbers of a layer are known when
+        it is traced: a cache that is a ring buffer needs its window as a Python int.
 
         Args:
             view_of: the view of each layer.
-            query_index_B: the only position of each sequence that is read. The last layer may return no other.
+            query_index_B: the only position of each sequence that is read. This loop computes all; another one may
+                let its last layer return no other.
         """
 
         def layer(kind: Layer, carry: Carry, block: Block, row: Rows) -> tuple[Carry, Outputs]:

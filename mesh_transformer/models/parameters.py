@@ -1,6 +1,12 @@
 """The parameters of a model: initial values, names of dimensions, dtypes and padding, as `spec.Decoder.arrays` says.
 
-The parameters of a module are stacked by run (`spec.Decoder.runs`).
+The parameters of a module are stacked by run (`spec.Decoder.runs`). A GPT-J of 28 layers is one run:
+
+    {"embed": {"tokens": {"w": (50400, 4096)}},
+     "blocks": {"norm": {"scale": (28, 4096), ...}, "attention/q": {"w": (28, 4096, 4096)}, ...},
+     "head": {"norm": {...}, "logits": {"w": (4096, 50400), "b": (50400,)}}}
+
+With several runs, the names of the modules in "blocks" begin with the number of the run.
 """
 
 from __future__ import annotations
@@ -24,8 +30,9 @@ from mesh_transformer.spec import Arrays, Decoder, Layer, Run, in_run
 class Parameters:
     """The parameters of a model as trees.
 
-    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. The groups of layers of a pipeline,
-    in all rounds of all stages, are `stages_of_pipeline`. They share out one run (`Decoder.shared_run`).
+    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages_of_pipeline` is mesh.pp x
+    mesh.rounds_of_layers, the number of groups of layers that share out one run (`Decoder.shared_run`); 1 without a
+    pipeline.
     """
 
     decoder: Decoder

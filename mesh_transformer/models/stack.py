@@ -52,8 +52,8 @@ class Kind(NamedTuple):
     """Layers that have the same modules and that one function computes."""
 
     layer: Any
-    """What computes one of these layers. In `train.Parts`: a function as `Parts.layer`, or None for `Parts.layer`
-    itself."""
+    """What tells how to compute one of these layers. In `Parameters.runs`: its specification. In `Parts.runs`: a
+    function as `Parts.layer`, or None for `Parts.layer` itself. In `by_row`: a pair of one of these and a key."""
     modules: tuple[str, ...] | None = None
     """The modules of "blocks" that they have; None: all. In order: the processes of a mesh must trace one program, and
     the order of a set of strings differs between them."""
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 Runs = Sequence[Run[Kind]]
 Outputs = tuple[Any, Means]
 """What a layer returns beside the carry: arrays that every layer has (or None), and named means that it may have."""
-Layer = Callable[[Kind, Carry, Block, Rows], tuple[Carry, Outputs]]
+LayerFunction = Callable[[Kind, Carry, Block, Rows], tuple[Carry, Outputs]]
 """Computes a layer: (its kind, carry, its parameters, its row of each array by layer) -> carry, outputs."""
 
 
@@ -91,14 +91,14 @@ def rows_by_run(rows: Rows, runs: Sequence[Run[Any]]) -> list[Rows]:
 
 
 def over_layers(
-    runs: Runs, layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int = 1
+    runs: Runs, layer: LayerFunction[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int = 1
 ) -> tuple[Carry, Outputs]:
     """All layers in order: the last carry, and the outputs of the layers, stacked.
 
     Args:
         blocks: the parameters of all layers, stacked by run.
         rows: arrays with a row for each layer, or None.
-        unroll: steps of a loop that are one in the program.
+        unroll: as in `jax.lax.scan`.
     """
     outputs = []
     for run, params, some in zip(runs, by_run(blocks, runs), rows_by_run(rows, runs), strict=True):
@@ -108,7 +108,14 @@ def over_layers(
 
 
 def over_run(
-    run: Run[Kind], layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int, reverse: bool = False
+    run: Run[Kind],
+    layer: LayerFunction[Carry],
+    carry: Carry,
+    blocks: Block,
+    rows: Rows,
+    *,
+    unroll: int,
+    reverse: bool = False,
 ) -> tuple[Carry, Outputs]:
     """The layers of a run: the last carry, and the outputs, stacked. The last layer is the first if `reverse`."""
     together = neighbours(run.period)
@@ -122,12 +129,16 @@ def over_run(
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
-def _step(layer: Layer[Carry], kind: Kind, carry: Carry, row: tuple[Block, Rows]) -> tuple[Carry, Outputs]:
+def _step(layer: LayerFunction[Carry], kind: Kind, carry: Carry, row: tuple[Block, Rows]) -> tuple[Carry, Outputs]:
     return layer(kind, carry, *row)
 
 
 def _period(
-    layer: Layer[Carry], together: list[tuple[Kind, int]], reverse: bool, carry: Carry, period: tuple[Block, Rows]
+    layer: LayerFunction[Carry],
+    together: list[tuple[Kind, int]],
+    reverse: bool,
+    carry: Carry,
+    period: tuple[Block, Rows],
 ) -> tuple[Carry, Outputs]:
     """The layers of one period."""
     (blocks, rows), used, start, parts = period, dict.fromkeys(period[0], 0), 0, []
@@ -159,7 +170,14 @@ def join(outputs: Sequence[Outputs]) -> Outputs:
 
 
 def by_row(
-    runs: Runs, keys: Sequence[object], layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int = 1
+    runs: Runs,
+    keys: Sequence[object],
+    layer: LayerFunction[Carry],
+    carry: Carry,
+    blocks: Block,
+    rows: Rows,
+    *,
+    unroll: int = 1,
 ) -> Carry:
     """`over_layers` for layers whose keys are part of the program, such as the length of a cache: the last carry.
 

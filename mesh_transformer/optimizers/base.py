@@ -58,7 +58,8 @@ class OptimizerConfig(Group):
     noise_scale_alpha: Annotated[Positive, Le(1)] = 0.01
     """weight of the newest step in the moving averages of the gradient noise scale"""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """what to do if the loss or the gradient of a step is not finite: stop the run, or skip the update and count it"""
+    """what to do if the loss of a step, or the norm of its gradient or of the new parameters, is not finite: stop the
+    run, or skip the update and count it"""
 
     @property
     def slots(self) -> dict[str, Slot]:

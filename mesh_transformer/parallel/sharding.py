@@ -1,8 +1,11 @@
 """Named dimensions, and the rules that map the names to mesh axes.
 
-A model names the dimensions of its parameters (`with_axes`) and activations (`constrain`), and knows nothing else about
-devices. A parallel strategy is a table from names to mesh axes. Without an active `Partition` every function here is
-the identity, so that the same model runs on one CPU and on a pod.
+A model names the dimensions of its parameters (in its specification; `with_axes` in a model of one's own) and
+activations (`constrain`), and knows nothing else about devices. A parallel strategy is a table from names to mesh axes.
+Without an active `Partition`, `constrain` and `gather_weights` are the identity, so that the same model runs on one CPU
+and on a pod.
+
+`Axes` are the names of an array's dimensions, `MeshAxes` the axes of the mesh that split one of them.
 """
 
 from __future__ import annotations
@@ -147,8 +150,8 @@ class Partition:
 
     @property
     def residual_axis(self) -> str | None:
-        """The axis of several devices that splits the positions of the residual stream, but not those of other
-        activations; None: there is none."""
+        """The axis of several devices, tp with mesh.shard_activations, that splits the positions of the residual stream
+        only; None: no axis does."""
         others = self.rules["seq"] or ()
         axes = (axis for axis in self.rules["block_seq"] or () if axis not in others and self.mesh.shape[axis] > 1)
         return next(axes, None)
@@ -265,6 +268,7 @@ def gather_weights(params: Tree, axes_tree: AxesTree) -> Tree:
     partition = active()
     if partition is None or not partition.splits_weights:
         return params
+    # "embed" is the residual width, which every weight has, and the only dimension that fsdp splits
     whole, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
 
     def forward(params: Tree) -> Tree:

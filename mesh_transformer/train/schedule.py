@@ -17,7 +17,7 @@ from mesh_transformer.models.stack import (
     LAYER_LOOP,
     Batch,
     Kind,
-    Layer,
+    LayerFunction,
     Means,
     Outputs,
     Results,
@@ -57,7 +57,7 @@ class Parts(NamedTuple):
     A kind in `runs` may have a function of its own instead."""
     loss: Callable[[Params, jax.Array, Batch], tuple[jax.Array, Results]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
-    (B, T, ...). The scalars of the parts of a batch, cut along `shared_out`, add up to the scalar of the batch."""
+    (B, T, ...). For a pipeline: the scalars of pieces of a microbatch, cut along `shared_out`, add up to its scalar."""
     axes: Params
     """The dimension names of the trained parameters."""
     transform: Callable[[Params, Params], Params] = side_by_side
@@ -65,8 +65,8 @@ class Parts(NamedTuple):
     layer_loss: Callable[[Means], jax.Array] | None = None
     """The named means of one layer -> a float32 scalar, which the gradient includes beside `loss`; None: nothing."""
     metrics: Callable[[jax.Array, Results, Means], Metrics] = only_loss
-    """The results of `loss` for a whole microbatch, and the means of its layers, (layers that have them, ...) ->
-    metrics."""
+    """(scalar of `loss`, without `layer_loss`; its results; the means of the layers, (layers that have them, ...)), all
+    of a whole microbatch -> metrics."""
     sums: Partition | None = None
     """The partition of the sum of gradients; None: the active one."""
     runs: Runs | None = None
@@ -134,6 +134,7 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> t
 
     def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+        # until here the partitioner has summed each layer's gradient over the devices, in the compute dtype
         gradient = optax.tree.cast(parts.constrain(gradient), jnp.float32)
         square = optax.tree.norm(gradient, squared=True)
         return optax.tree.add(total, gradient), (metrics, square)
@@ -159,11 +160,12 @@ sequential = Schedule(_gradients, _loss)
 """One microbatch after the other, each through all layers."""
 
 
-def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> Layer[jax.Array]:
+def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> LayerFunction[jax.Array]:
     """The layers of a loop over x. Their backward pass keeps the activations `kept` (`Parts.kept`) and recomputes the
     rest.
 
-    Gathered weights are never kept: they would take the memory that fsdp saves.
+    Gathered weights are never kept: they would take the memory that fsdp saves. A gather is a sharding constraint
+    (`gather_weights`).
     """
 
     def layer(kind: Kind, x_BTD: jax.Array, block: Block, row: Rows) -> tuple[jax.Array, Outputs]:
@@ -194,8 +196,9 @@ def summed_once(schedule: Schedule) -> Schedule:
     cross between replicas once a step (mesh.sum_gradients per_step). Otherwise the partitioner sums the gradient of
     each layer over the replicas in each microbatch, as soon as it is known.
 
-    A replica's part of a microbatch must be a microbatch with an equal scale of the loss: the mean loss of the parts is
-    the loss of the whole microbatch. The squared norms are of the parts, (replicas * A,), or None.
+    The loss of a microbatch must be the mean of its replicas' losses: `Batch.of` scales its weights so. The statistics
+    of routers are of the tokens of all replicas (`ops.experts.routing.total`). The squared norms are of the replicas'
+    parts, (replicas * A,), or None.
     """
     return schedule._replace(gradients=functools.partial(_gradients_of_replicas, schedule))
 

@@ -1,4 +1,4 @@
-"""The training step and the evaluation step of a model on a mesh; the optimizer and the learning rate's schedule.
+"""The training step and the evaluation step of a model on a mesh.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
@@ -96,7 +96,7 @@ class TrainProgram:
         self.schedule = schedule or self._schedule()
         self._dispatch = Dispatch(config.experts.exchange, config.experts.capacity_factor)
         self._router_loss = functools.partial(experts.router_loss, config.experts, self.model.decoder.expert_layers)
-        # the replicas that compute gradients on their own
+        # the replicas, along dp, that compute gradients on their own
         self._replicas = Replicas(self.partition).count if config.mesh.sum_gradients == "per_step" else 1
         if self._replicas > 1:
             self.schedule = summed_once(self.schedule)
@@ -162,13 +162,13 @@ class TrainProgram:
     def _train_step(self, state: TrainState, sequences: Sequences | jax.Array) -> tuple[TrainState, Metrics]:
         """One update from sequences (A, B, T + 1), or from their tokens alone.
 
-        Metrics are float32 scalars named as they are logged, over the learned targets; and with `sources`, the sums
-        "source_nll" and "source_tokens" (`batch.source_sums`).
+        Metrics are float32 scalars named as they are logged, over the targets that the loss counts; "finite", bool;
+        "skipped", int32; and with `sources`, the sums "source_nll" and "source_tokens" (`batch.source_sums`).
         """
         sequences = as_sequences(sequences)
         with use(self.partition):
             gradients, found, squares = self._gradients(state, sequences)
-        # the mean over the microbatches of all replicas, of which there are so many, times their number
+        # `found` has means over the microbatches of all replicas: times their number, the sums of the step
         sums = optax.tree.scale(len(sequences.tokens) * self._replicas, found["sums"])
         metrics, means = found["scalars"] | step_metrics(sums), found["means"]
         norm = optax.tree.norm(gradients)
@@ -250,6 +250,7 @@ class TrainProgram:
         return x_BTD, means
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
+        """The parameters in the compute dtype; gathered over fsdp here, if not each layer just before its use."""
         params = self.placement.cast(params, axes)
         return self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
 
@@ -307,7 +308,8 @@ def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    """`new` if the step was finite; else `old` with the step and the skip counted."""
+    """`new` if the step was finite; else `old` with the step and the skip counted. The optimizer's own count of steps,
+    and with it the learning rate, stays too."""
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     return kept._replace(step=new.step, skipped=old.skipped + (~finite).astype(jnp.int32))
 

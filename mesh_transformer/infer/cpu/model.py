@@ -39,6 +39,7 @@ class PackedModel(Model):
         ) -> Carry:
             x_BTD, view = carry
             before = stream._replace(x_BTD=x_BTD)
+            # a view of one layer, whose index is 0
             return self.layer(kind, packed.unpack(), before, numbers, view=view, query_index_B=query_index_B)[0]
 
         # layers of one kind are traced once
@@ -53,7 +54,7 @@ class PackedModel(Model):
 
 
 def placed(placement: Placement, params: Params) -> Placement:
-    """`placement`, with a `PackedModel` if these are packed parameters."""
+    """`placement`; with a `PackedModel` if "blocks" is a tuple, as `packed.pack` makes it."""
     if not isinstance(params["blocks"], tuple):
         return placement
     model = placement.model
