@@ -75,7 +75,7 @@ def of_device(device_kind: str) -> Accelerator | None:
 
 
 @dataclass(frozen=True)
-class DeviceKind:
+class CompileTarget:
     """The kind of the devices for which a program is compiled. They need not be attached."""
 
     # cpu, gpu or tpu
@@ -84,7 +84,7 @@ class DeviceKind:
     generation: str = ""
 
     @classmethod
-    def of(cls, device: jax.Device) -> DeviceKind:
+    def of(cls, device: jax.Device) -> CompileTarget:
         """The kind of a JAX device, or of the target of a compilation."""
         known = of_device(device.device_kind)
         if device.platform == "tpu":

@@ -35,6 +35,7 @@ class Entered:
     def __init__(self) -> None:
         self._files: set[str] = set()
         self._noting = False
+        self._others = threading.gettrace(), sys.gettrace()
         threading.settrace(self._enter)
 
     def __enter__(self) -> None:
@@ -42,9 +43,11 @@ class Entered:
         sys.settrace(self._enter)
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)
         self._noting = False
+        of_threads, of_this = self._others
+        # mypy does not know that there may be none
+        threading.settrace(of_threads)  # type: ignore[arg-type]
+        sys.settrace(of_this)
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> None:
         # an import inside a function runs the file, but no function of it

@@ -156,7 +156,10 @@ def pytest_runtest_protocol() -> Generator[None, bool, bool]:
 def _limit_memory() -> None:
     """Drop the compiled programs of a process that has grown: the workers have to fit the memory of a laptop."""
     global _kept_bytes
-    if _resident_bytes() > _kept_bytes + GROWTH_BYTES:
+    resident = _resident_bytes()
+    # a fixture that was large then may be gone now
+    _kept_bytes = max(IMPORTED_BYTES, min(_kept_bytes, resident))
+    if resident > _kept_bytes + GROWTH_BYTES:
         sys.modules["jax"].clear_caches()
         gc.collect()
         # glibc keeps what was freed
@@ -165,7 +168,7 @@ def _limit_memory() -> None:
 
 
 # what a process keeps: at first, about what its imports need
-_kept_bytes = 1 << 29
+IMPORTED_BYTES = _kept_bytes = 1 << 29
 
 
 def _resident_bytes() -> int:

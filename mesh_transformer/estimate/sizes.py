@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_transformer import platforms
-from mesh_transformer.accelerators import Accelerator, DeviceKind
+from mesh_transformer.accelerators import Accelerator, CompileTarget
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
@@ -202,7 +202,7 @@ class StepSizes:
 
 def _kernels(config: Config, setting: str, dtype: str, accelerator: Accelerator) -> dict[Layer, str]:
     kind = accelerator.name
-    target = DeviceKind("tpu", kind) if accelerator.is_tpu else DeviceKind("gpu", compute_capability(kind))
+    target = CompileTarget("tpu", kind) if accelerator.is_tpu else CompileTarget("gpu", compute_capability(kind))
     documents = config.data.packing == "documents"
     cases = kernels.cases_of_kinds(config.decoder, target, dtype, config.seq, segments=documents)
     return {kind: kernels.choose(setting, case) for kind, case in cases.items()}

@@ -46,9 +46,9 @@ def abstract_slots(placement: Placement, slots: int, context: int | None) -> Any
 class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 
-    Chunk sizes are powers of two, and the largest size. The first chunk of a prompt attends to itself; `generate` reads
-    one of the lengths of `segment_ends`, on every platform. One call computes several chunks if each one starts its
-    prompt.
+    Chunk sizes are powers of two, and the largest size. The first chunk of a prompt attends to itself, unless it is
+    scored; `generate` reads one of the lengths of `segment_ends` or the whole context, on every platform. One call
+    computes several chunks if each one starts its prompt.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SlotEngine:
         held = {window: ring_length(self.context, window, self._max_chunk) for window in windows}
         # the window and the positions of each kind of ring
         self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
-        # the numbers of positions that programs read: only the program of the longest may meet rings that have wrapped
+        # the numbers of positions that programs read
         self._lengths = sorted({*segment_ends(max(held.values())), self.context})
         self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk)
         self._slots = self._programs.empty()

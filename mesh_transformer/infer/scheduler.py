@@ -246,7 +246,7 @@ class Scheduler:
 
     def _fits(self, request: _Request, reused: int) -> bool:
         """Whether a prompt can join this step: as a whole, and if no prompt that is being computed will give it a
-        longer prefix than the one that it reuses."""
+        prefix of `min_copy` tokens that is longer than the one it reuses."""
         prefilling = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:

@@ -1,17 +1,18 @@
 """The forward pass of any family: embedding, layers and logits, with a cache or without one.
 
-Three files are read with this one: models/block.py (a layer), models/stack.py (the loop over layers) and
-parallel/sharding.py (what a device has of an array). docs/training_step.md has a longer list. Unusual is:
+Read three files with this one: models/block.py (a layer), models/stack.py (the loop over layers) and
+parallel/sharding.py (what a device has of an array). docs/training_step.md has a longer list. What is unusual:
 
 - The model is data, a `spec.Decoder`. A Haiku module asks it for the arrays that it has.
 - Embedding, block and head are separate `hk.transform`s, which are applied to parts of one tree (models/parameters.py).
 - The parameters of a module are stacked by run (`spec.Decoder.runs`), and one traced block serves all layers of a kind:
   compile time does not grow with their number.
-- Code names dimensions, and the active `Partition` splits them: one text for one device and for a pod.
+- Code names dimensions, and the active `Partition` splits them: the same code runs on one device and on a pod.
 - Attention is an argument of a layer (`Context.attend`): of whole sequences (ops/attend/context.py), or through a cache
   (ops/attend/cached.py). Training, scoring, prefill and decode share embedding, layer and head. Training adds
   documents, dropout and the dispatch to experts, which `embed` and `layer` take.
-- On a CPU, an engine packs the parameters, and `PackedModel` replaces `Model.loop` (infer/cpu/model.py).
+- For a server and for device_sample.py on a CPU the parameters are packed, and `PackedModel` replaces `Model.loop`
+  (infer/cpu/model.py).
 
 Shapes: B sequences (or cache slots), T positions, S key positions, H heads, D residual width, V padded vocabulary rows.
 """
@@ -133,8 +134,8 @@ class _Stages(NamedTuple):
 class Model(Parameters):
     """`init`, `apply`, and the names of the parameters' dimensions."""
 
-    stacked: ClassVar[bool] = True
-    """Whether layers of equal sizes share the arrays of a cache."""
+    shares_caches: ClassVar[bool] = True
+    """Whether layers whose caches have one length and equal entries share their arrays."""
 
     @functools.cached_property
     def stages(self) -> _Stages:
@@ -156,7 +157,7 @@ class Model(Parameters):
         """
         chunk = length if longest_chunk is None else longest_chunk
         lengths = [ring_length(length, layer.attention.window, chunk) for layer in self.decoder.layers]
-        return KVCache.zeros(lengths, slots, self._cache_entries, self.dtype, stacked=self.stacked)
+        return KVCache.zeros(lengths, slots, self._cache_entries, self.dtype, stacked=self.shares_caches)
 
     @property
     def _cache_entries(self) -> list[tuple[CacheEntry, ...]]:
@@ -323,7 +324,7 @@ class Model(Parameters):
         query_index_B: jax.Array | None,
     ) -> Carries:
         """The loop over stacked layers. If they have several views, the view and the numbers of a layer are known when
-        it is traced: a cache that is a ring buffer needs its window as a Python int.
+        it is traced, and layers of one kind with different ones are traced apart.
 
         Args:
             view_of: the view of each layer.

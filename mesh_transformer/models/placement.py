@@ -35,12 +35,13 @@ class Placement:
             UserError: the devices do not fit the mesh, or belong to several slices and `mesh.dcn` does not fit them.
         """
         shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
-        compute = platforms.resolve(config.compute, devices[0].platform)
+        platform = devices[0].platform
+        compute = platforms.resolve(config.compute, platform)
+        compute = compute.model_copy(update={"attention": resolved(compute.attention, platform)})
         model = Model(config.decoder, compute, config.mesh.stages(shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
-        attention = resolved(compute.attention, devices[0].platform)
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
-        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=attention)
+        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=compute.attention)
         placement = cls._on_partition(model, partition)
         placement.kernels(config.seq, documents=config.data.packing == "documents")
         return placement

@@ -25,7 +25,7 @@ from haiku.initializers import Initializer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from mesh_transformer.accelerators import DeviceKind
+from mesh_transformer.accelerators import CompileTarget
 from mesh_transformer.config.mesh import MeshAxes, MeshConfig, Rules, moment_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.spec import Axes, AxesTree
@@ -93,7 +93,7 @@ class Partition:
     """A mesh and rules, which turn dimension names into shardings; the dimensions `whole` are never split.
 
     `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
-    whether the communication of `ops.linear.column` overlaps with its products. `attention` is
+    whether the communication of `column` and `row` in `ops.linear` overlaps with its products. `attention` is
     `compute.attention`, or a `Setting` of `ops.attend.kernels`: which kernel computes attention.
 
     Raises:
@@ -116,9 +116,9 @@ class Partition:
                 )
 
     @functools.cached_property
-    def target(self) -> DeviceKind:
+    def target(self) -> CompileTarget:
         """The kind of the mesh's devices."""
-        return DeviceKind.of(self.mesh.devices.flat[0])
+        return CompileTarget.of(self.mesh.devices.flat[0])
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of dimensions `axes`; a dimension named None is never split.
@@ -268,7 +268,7 @@ def gather_weights(params: Tree, axes_tree: AxesTree) -> Tree:
     partition = active()
     if partition is None or not partition.splits_weights:
         return params
-    # "embed" is the residual width, which every weight has, and the only dimension that fsdp splits
+    # "embed", the residual width, is the only dimension of a weight that fsdp splits
     whole, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
 
     def forward(params: Tree) -> Tree:

@@ -134,7 +134,7 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> t
 
     def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-        # until here the partitioner has summed each layer's gradient over the devices, in the compute dtype
+        # each layer's gradient is summed over the devices already, mostly by the partitioner, in the compute dtype
         gradient = optax.tree.cast(parts.constrain(gradient), jnp.float32)
         square = optax.tree.norm(gradient, squared=True)
         return optax.tree.add(total, gradient), (metrics, square)

@@ -91,6 +91,8 @@ class TrainProgram:
             UserError: mesh.pp is over 1, and `split` or `transform` is given.
         """
         self.placement, self.config = placement, config
+        # positions of a sequence: `data.seq` may be less than the model's
+        self.length = config.seq
         self.model, self.partition = placement.model, placement.partition
         self.split, self.transform, self.sources = split, transform, sources
         self.schedule = schedule or self._schedule()
@@ -317,7 +319,7 @@ def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
 def lower_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Lowered:
     """The train step for `accumulation` microbatches of `batch` sequences, not compiled yet. Nothing is allocated.
     The sequences have documents if `data.packing` says so."""
-    tokens = jax.ShapeDtypeStruct((accumulation, batch, program.model.decoder.seq + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((accumulation, batch, program.length + 1), jnp.int32)
     documents = tokens if program.config.data.packing == "documents" else None
     return program.train_step.lower(program.abstract_state, Sequences(tokens, documents))
 

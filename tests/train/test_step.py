@@ -13,6 +13,7 @@ from mesh_transformer.config import parse_config
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train import noise_scale as noise
 from mesh_transformer.train.optimizer import Optimizer
+from mesh_transformer.train.step import lower_step
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 8, 41)).astype(np.int32)
 
@@ -34,6 +35,14 @@ def test_microbatches_add_up_to_one_batch():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), *moments)
     assert "noise/B_simple" in split_metrics
     assert "noise/B_simple" not in whole_metrics
+
+
+def test_a_step_is_lowered_for_the_length_of_the_data():
+    """It may be less than the model's: preflight predicts such a step."""
+    run = program(TINY, "data.seq=24")
+    assert run.config.model.seq > 24
+    (_, sequences), _ = lower_step(run, 2, 8).args_info
+    assert sequences.tokens.shape == (2, 8, 25)
 
 
 def test_accumulation_is_float32_under_bfloat16_compute():

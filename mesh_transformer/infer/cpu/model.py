@@ -22,7 +22,7 @@ from mesh_transformer.spec import Layer
 class PackedModel(Model):
     """A `Model` whose parameters are the result of `packed.pack`."""
 
-    stacked: ClassVar[bool] = False
+    shares_caches: ClassVar[bool] = False
 
     def loop(
         self,
@@ -32,7 +32,7 @@ class PackedModel(Model):
         view_of: Sequence[int],
         query_index_B: jax.Array | None,
     ) -> Carries:
-        """See `Model`. The last layer computes only the queries of `query_index_B`."""
+        """See `Model`. With `query_index_B`, the last layer computes only that position of each sequence."""
 
         def layer(
             kind: Layer, carry: Carry, packed: PackedLayer, numbers: LayerNumbers, query_index_B: jax.Array | None
@@ -42,7 +42,7 @@ class PackedModel(Model):
             # a view of one layer, whose index is 0
             return self.layer(kind, packed.unpack(), before, numbers, view=view, query_index_B=query_index_B)[0]
 
-        # layers of one kind are traced once
+        # layers of one kind whose arrays have the same shapes are traced once
         jitted = {kind: jax.jit(functools.partial(layer, kind)) for kind in self.decoder.kinds}
         x_BTD, views, numbers = stream.x_BTD, list(views), layer_numbers(self.decoder)
         kinds = (kind for run in self.decoder.runs for kind in run.kinds)
@@ -57,6 +57,5 @@ def placed(placement: Placement, params: Params) -> Placement:
     """`placement`; with a `PackedModel` if "blocks" is a tuple, as `packed.pack` makes it."""
     if not isinstance(params["blocks"], tuple):
         return placement
-    model = placement.model
-    packed = PackedModel(model.decoder, model.compute, model.stages_of_pipeline)
-    return dataclasses.replace(placement, model=packed)
+    fields = {field.name: getattr(placement.model, field.name) for field in dataclasses.fields(Model)}
+    return dataclasses.replace(placement, model=PackedModel(**fields))

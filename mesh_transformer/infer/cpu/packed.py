@@ -140,7 +140,8 @@ class PackedLayer:
 
 
 def _packed(leaf: jax.Array, array: spec.Array) -> jax.Array | Transposed:
-    if array.axes[0] == "experts":
+    # one matrix for each expert, which `ops.experts.row_loop` reads
+    if array.axes[:1] == ("experts",):
         return as_bits(leaf) if leaf.ndim > 2 else leaf
     return Transposed(as_bits(leaf.T), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.accelerators import DeviceKind
+from mesh_transformer.accelerators import CompileTarget
 from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 Windows = tuple[int | None, ...]
@@ -24,7 +24,7 @@ Windows = tuple[int | None, ...]
 class Case:
     """An attention of whole sequences, by what is known before a program is compiled."""
 
-    target: DeviceKind
+    target: CompileTarget
     # the positions to which a device attends at once
     length: int
     # dims of a head of queries and keys, and of values

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.accelerators import DeviceKind
+from mesh_transformer.accelerators import CompileTarget
 from mesh_transformer.errors import UserError
 from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Windows
 from mesh_transformer.parallel.sharding import Partition
@@ -76,7 +76,7 @@ def without_long(windows: Windows, length: int) -> Windows:
 
 def cases_of_kinds(
     decoder: Decoder,
-    target: DeviceKind,
+    target: CompileTarget,
     dtype: str,
     length: int,
     ring: str | None = None,

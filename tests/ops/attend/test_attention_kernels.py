@@ -17,7 +17,7 @@ import pytest
 from support.builders import TINY
 from support.covering import covering
 
-from mesh_transformer.accelerators import DeviceKind
+from mesh_transformer.accelerators import CompileTarget
 from mesh_transformer.config import ComputeConfig, MeshConfig, parse_config
 from mesh_transformer.config.mesh import mesh_shape, training_rules
 from mesh_transformer.errors import UserError
@@ -29,8 +29,8 @@ from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.train.own import jit
 from mesh_transformer.train.step import TrainProgram
 
-GPTJ = Case(DeviceKind("tpu", "v5e"), 2048, 256, 256, "bfloat16")
-H100, A100 = DeviceKind("gpu", "9.0"), DeviceKind("gpu", "8.0")
+GPTJ = Case(CompileTarget("tpu", "v5e"), 2048, 256, 256, "bfloat16")
+H100, A100 = CompileTarget("gpu", "9.0"), CompileTarget("gpu", "8.0")
 # on CPU, positions of a block: so that few positions are several blocks
 BLOCK = 128
 T = 2 * BLOCK
@@ -53,10 +53,10 @@ def test_the_config_names_the_kernels() -> None:
     ("changes", "chosen"),
     [
         ({}, "splash"),
-        ({"target": DeviceKind("tpu", "v4"), "dtype": "float32"}, "splash"),
-        ({"target": DeviceKind("tpu", "v3")}, "plain"),
-        ({"target": DeviceKind("tpu", "")}, "plain"),
-        ({"target": DeviceKind("cpu")}, "plain"),
+        ({"target": CompileTarget("tpu", "v4"), "dtype": "float32"}, "splash"),
+        ({"target": CompileTarget("tpu", "v3")}, "plain"),
+        ({"target": CompileTarget("tpu", "")}, "plain"),
+        ({"target": CompileTarget("cpu")}, "plain"),
         ({"head_dim": 96, "value_dim": 64}, "splash"),
         ({"head_dim": 100}, "plain"),
         ({"length": 2000}, "plain"),
@@ -67,11 +67,11 @@ def test_the_config_names_the_kernels() -> None:
         ({"ring": "zigzag", "windows": (512,)}, "plain"),
         ({"ring": "gather"}, "plain"),
         ({"target": H100}, "cudnn"),
-        ({"target": DeviceKind("gpu", "12.0")}, "cudnn"),
+        ({"target": CompileTarget("gpu", "12.0")}, "cudnn"),
         ({"target": A100}, "plain"),
         ({"target": A100, "head_dim": 128, "value_dim": 128}, "cudnn"),
-        ({"target": DeviceKind("gpu", "7.5"), "head_dim": 128, "value_dim": 128}, "plain"),
-        ({"target": DeviceKind("gpu")}, "plain"),
+        ({"target": CompileTarget("gpu", "7.5"), "head_dim": 128, "value_dim": 128}, "plain"),
+        ({"target": CompileTarget("gpu")}, "plain"),
         ({"target": H100, "windows": (512,)}, "cudnn"),
         ({"target": H100, "windows": (512, None)}, "plain"),
         ({"target": H100, "dtype": "float32"}, "plain"),
@@ -142,7 +142,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splash is taken wherever a TPU v4 would take it, with small blocks."""
 
     def choose(_: str, case: Case) -> str:
-        return real("auto", dataclasses.replace(case, target=DeviceKind("tpu", "v4")))
+        return real("auto", dataclasses.replace(case, target=CompileTarget("tpu", "v4")))
 
     real = kernels.choose
     monkeypatch.setattr(kernels, "choose", choose)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support.experts import relative_differences
 
-from mesh_transformer.infer.cpu.packed import as_bits
+from mesh_transformer import spec
+from mesh_transformer.infer.cpu.packed import PackedLayer
 from mesh_transformer.ops.experts import grouped, megablox, row_blocks, row_loop
 
 KERNELS = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel(interpret=True)}
@@ -68,7 +69,8 @@ def test_no_rows_on_cpu() -> None:
 def test_packed_matrices_on_cpu() -> None:
     """Matrices of two bytes an element are read as integers. XLA does not convert the matrices of all groups."""
     x, w = (jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16) for shape in ((8, 64), (7, 64, 32)))
-    packed = as_bits(w)
+    array = spec.Array(("experts", "embed", "mlp"), w.shape)
+    packed = PackedLayer.of({"ff/experts": {"in": w}}, {"ff/experts/in": array}).unpack()["ff/experts"]["in"]
     sizes = jnp.array([0, 3, 0, 5, 0, 0, 0], jnp.int32)
     program = jax.jit(row_loop.KERNEL.product).lower(x, (packed,), sizes).compile()
     np.testing.assert_array_equal(program(x, (packed,), sizes), row_loop.KERNEL.product(x, (w,), sizes))

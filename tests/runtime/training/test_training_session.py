@@ -141,7 +141,8 @@ def test_a_value_that_this_version_cannot_take_is_not_kept(caplog: pytest.LogCap
     config = parse_config(TINY)
     before = _provenance(config, **{"compute.attention": "splash", "compute.dtype": "float8", "data.packing": "x"})
     session = open_session(config, None, before)
-    assert session.placement.partition.attention == "auto"
+    # as "auto" is on a CPU
+    assert session.placement.partition.attention == "plain"
     assert session.placement.model.dtype == "float32"
     assert "stays" not in caplog.text
     differences = before.differences(Provenance.of(session, documents=False))
@@ -196,7 +197,7 @@ def test_a_strange_kernel_of_a_record_is_not_used(value: object) -> None:
     heads = f"{config.decoder.layers[0].attention.head_dim}x{config.decoder.layers[0].attention.head_dim}"
     value = {heads: value["8x8"]} if isinstance(value, dict) else value
     session = open_session(config, None, _provenance(config, **{"compute.attention": value}))
-    assert session.placement.partition.attention == "auto"
+    assert session.placement.partition.attention == "plain"
 
 
 @pytest.mark.parametrize(
