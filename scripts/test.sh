@@ -8,6 +8,6 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${VENV:-$root/.venv-test}
 "$root/scripts/venv.sh" "$venv" test torch tpu
 cd "$root"
-# more processes than cores, because some tests wait for other processes; at most 4, for their memory
-workers=$(($(nproc) < 2 ? 2 : 4))
+# one process more than cores, because some tests wait for other processes; at most 4, for their memory
+workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
 exec "$venv/bin/python" -m pytest "--numprocesses=$workers" --dist=loadfile --no-loadscope-reorder "$@"

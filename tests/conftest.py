@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 pytest_plugins = ["support.recorded", "support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
-# the memory by which a process may grow before it drops its compiled programs
-GROWTH_BYTES = 3 << 28
+# the memory by which a process may grow before it drops its compiled programs: at the end of a file, and of a test
+MODULE_BYTES, TEST_BYTES = 1 << 28, 7 << 28
 LONG = ("cluster", "parallel", "pod", "runtime", "train")
 # Tests that mostly wait, for hosts and for Ray: one worker runs them, one after the other, beside those that compute.
 WAITING = ("tests/pod/", "tests/cluster/backends/")
@@ -149,17 +149,25 @@ def pytest_runtest_protocol() -> Generator[None, bool, bool]:
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         if handler not in handlers:
             root.removeHandler(handler)
-    _limit_memory()
+    _limit_memory(TEST_BYTES)
     return result
 
 
-def _limit_memory() -> None:
-    """Drop the compiled programs of a process that has grown: the workers have to fit the memory of a laptop."""
+@pytest.fixture(scope="module", autouse=True)
+def _drop_the_programs_of_a_module() -> Iterator[None]:
+    """The tests of a file share programs, and the next file needs few of them."""
+    yield
+    _limit_memory(MODULE_BYTES)
+
+
+def _limit_memory(growth: int) -> None:
+    """Drop the compiled programs of a process that has grown by so many bytes since it did so: the workers have to fit
+    the memory of a laptop."""
     global _kept_bytes
     resident = _resident_bytes()
     # a fixture that was large then may be gone now
     _kept_bytes = max(IMPORTED_BYTES, min(_kept_bytes, resident))
-    if resident > _kept_bytes + GROWTH_BYTES:
+    if resident > _kept_bytes + growth:
         sys.modules["jax"].clear_caches()
         gc.collect()
         # glibc keeps what was freed

@@ -91,8 +91,6 @@ class TrainProgram:
             UserError: mesh.pp is over 1, and `split` or `transform` is given.
         """
         self.placement, self.config = placement, config
-        # positions of a sequence: `data.seq` may be less than the model's
-        self.length = config.seq
         self.model, self.partition = placement.model, placement.partition
         self.split, self.transform, self.sources = split, transform, sources
         self.schedule = schedule or self._schedule()
@@ -130,6 +128,11 @@ class TrainProgram:
             in_shardings=(placement.shardings, self.eval_sharding),
             out_shardings=whole,
         )
+
+    @property
+    def length(self) -> int:
+        """Positions of a sequence: those of the data, which may be fewer than the model's."""
+        return self.config.data.seq or self.model.decoder.seq
 
     def _schedule(self) -> Schedule:
         if self.placement.size("layers") == 1:
