@@ -62,10 +62,11 @@ _ALIASES_OF = {
     "optimizer.lr": "learning_rate max_lr peak_lr lr_max",
     "optimizer.end_lr": "min_lr final_lr lr_min",
     "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps",
-    "optimizer.anneal_steps": "decay_steps lr_decay_steps lr_decay_iters",
+    "optimizer.schedule": "lr_schedule lr_schedule_type lr_scheduler lr_scheduler_type lr_decay_style scheduler",
+    "optimizer.anneal_steps": "lr_decay_steps lr_decay_iters",
     "optimizer.total_steps": "steps max_steps num_steps n_steps train_steps num_train_steps iterations "
     "iters max_iters train_iters epochs n_epochs num_epochs num_train_epochs",
-    "optimizer.weight_decay": "wd decay",
+    "optimizer.weight_decay": "wd",
     "optimizer.gradient_accumulation_steps": "grad_accum gradient_accumulation accumulation_steps gas",
     "optimizer.clip_norm": "grad_clip clip gradient_clipping max_grad_norm clip_grad",
     "optimizer.b1": "beta1 adam_beta1 adam_b1",

@@ -6,17 +6,23 @@ It imports jax only in functions, because a driver without jax reads configs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Le
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from mesh_transformer.fields import Count, Fraction, Group, NonNegative, Positive, Steps, Unit
+from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Count, Derived, Fraction, Group, NonNegative, Positive, Steps, Unit
+from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES, Decay
 from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
     import optax
 
     Updated = tuple[optax.Updates, optax.OptState]
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
 
 Slot = Callable[[Axes, tuple[int, ...]], Axes]
 """Returns the dimension names of a slot, from the dimension names and the shape of the parameter."""
@@ -30,13 +36,20 @@ class OptimizerConfig(Group):
     """the optimizer: a file in mesh_transformer/optimizers"""
     lr: Positive = 1.2e-4
     """peak learning rate"""
+    schedule: ScheduleName = "cosine"
+    """the learning rate after the warm-up: cosine and linear, down to end_lr over anneal_steps; constant, lr; wsd, lr
+    and then down to end_lr over the last decay_steps of the run"""
     end_lr: NonNegative = 1.2e-5
-    """learning rate after annealing"""
+    """learning rate at the end of the schedule (not constant)"""
     # not whole numbers: the original's files have fractions here
     warmup_steps: Annotated[NonNegative, Unit("steps")] = 3000.0
     """length of the linear warm-up from 0 to lr"""
     anneal_steps: Annotated[Positive, Unit("steps")] = 300000.0
-    """length of the cosine decay from lr to end_lr, after the warm-up"""
+    """length of the decay from lr to end_lr, after the warm-up (cosine, linear)"""
+    decay_steps: Annotated[Positive | None, Unit("steps"), Derived("total_steps / 10")] = None
+    """length of the decay from lr to end_lr at the end of the run (wsd)"""
+    decay: Decay = "linear"
+    """form of that decay: linear, or sqrt, lr - (lr - end_lr) sqrt(share of decay_steps) (wsd)"""
     total_steps: Steps = 350000
     """length of the whole run"""
     weight_decay: NonNegative = 0.1
@@ -60,6 +73,33 @@ class OptimizerConfig(Group):
     nonfinite: Literal["stop", "skip"] = "stop"
     """what to do if the loss of a step, or the norm of its gradient or of the new parameters, is not finite: stop the
     run, or skip the update and count it"""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        unread = FIELDS - SCHEDULES[self.schedule].reads
+        for name in sorted(self.model_fields_set & unread):
+            readers = " or ".join(other for other, schedule in SCHEDULES.items() if name in schedule.reads)
+            raise UserError(
+                f"optimizer.{name} is given, but optimizer.schedule {self.schedule} does not read it: remove it, or "
+                f"set optimizer.schedule to {readers}"
+            )
+        if "decay_steps" not in unread and self.warmup_steps + self.last_steps > self.total_steps:
+            raise UserError(
+                f"optimizer.warmup_steps {self.warmup_steps:g} and optimizer.decay_steps {self.last_steps:g} are "
+                f"longer than optimizer.total_steps {self.total_steps}: lower one of the two, or raise total_steps"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unread(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What the schedule does not read cannot be given again."""
+        unread = FIELDS - SCHEDULES[self.schedule].reads
+        return {name: value for name, value in serialize(self).items() if name not in unread}
+
+    @property
+    def last_steps(self) -> float:
+        """decay_steps, or its default."""
+        return self.total_steps / 10 if self.decay_steps is None else self.decay_steps
 
     @property
     def slots(self) -> dict[str, Slot]:

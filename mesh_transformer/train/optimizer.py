@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import STACKS
-from mesh_transformer.optimizers import OPTIMIZERS
+from mesh_transformer.optimizers import OPTIMIZERS, schedules
 from mesh_transformer.parallel.sharding import Params, Partition, map_axes
 
 # the dimensions that are many arrays in one: of layers, and of experts
@@ -23,14 +23,8 @@ updates that the optimizer's direction and the learning rate's schedule have cou
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
-    """The learning rate after `step` updates, float32: linear warm-up from 0 to lr, then cosine decay to end_lr.
-
-    With warmup_steps 0 the first update has the peak, lr.
-    """
-    step = jnp.asarray(step, jnp.float32)
-    warmup = jnp.minimum(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
-    annealed = jnp.clip((step - config.warmup_steps) / config.anneal_steps, 0.0, 1.0)
-    return warmup * config.lr - (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * annealed))
+    """The learning rate after `step` updates, float32: see `optimizers.schedules`."""
+    return schedules.learning_rate(schedules.SCHEDULES[config.schedule], config, step)
 
 
 class Optimizer:

@@ -60,8 +60,8 @@ class Plot:
 
 
 def plot_losses(folder: str) -> None:
-    """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png, and beside them the
-    balance loss of routed experts, if the metrics have it.
+    """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png; beside them the balance
+    loss of routed experts, and below them the learning rate, if the metrics have them.
 
     The scale is for the losses after the first steps. If they were far higher before, the legend says how high.
     """
@@ -71,13 +71,20 @@ def plot_losses(folder: str) -> None:
     balance = _points(records, _BALANCE_LOSS)
     sets = sorted({name for record in records.values() for name in record if name.startswith(_VAL_LOSS)})
     validation = {f"validation: {name.removeprefix(_VAL_LOSS)}": _points(records, name) for name in sets}
-    figure = Figure(figsize=(16 if balance else 8, 5), layout="constrained")
-    axes, *other = figure.subplots(1, 2 if balance else 1, squeeze=False)[0]
+    rates = _points(records, "train/learning_rate")
+    figure = Figure(figsize=(16 if balance else 8, 6.5 if rates else 5), layout="constrained")
+    columns, heights = 2 if balance else 1, (5, 1.5) if rates else (5,)
+    (axes, *other), *below = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     _training(axes, _points(records, "train/loss"), validation)
     axes.set(ylabel="loss (nats per token)", title=f"Loss of {_name(folder)}")
     for panel in other:
         _training(panel, balance, {})
         panel.set(ylabel="balance loss, before its weight (1: even)", title="Balance of its experts")
+    for panel, *empty in below:
+        _lines(panel, {"": rates})
+        panel.set(ylabel="learning rate", ylim=(0, None))
+        for one in empty:
+            one.set_axis_off()
     write_png(figure, os.path.join(folder, CURVE))
 
 
@@ -140,7 +147,8 @@ def _lines(axes: Any, curves: Mapping[str, Points]) -> None:
     axes.set(xlabel="step")
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.grid(alpha=0.3)
-    if axes.get_lines():
+    # one curve without a label needs no legend
+    if axes.get_lines() and any(curves):
         axes.legend(loc="best")
 
 

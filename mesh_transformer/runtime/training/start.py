@@ -156,6 +156,9 @@ def _changes(extra: dict[str, Any], session: Session) -> list[str]:
     before, now = moved(recorded if isinstance(recorded, dict) else {}), session.config.model_dump(mode="json")
     if isinstance(before.get("mesh"), dict) and isinstance(mesh, dict):
         before, now["mesh"] = {**before, "mesh": {**before["mesh"], **mesh}}, {**now["mesh"], **session.shape}
+    if isinstance(before.get("optimizer"), dict):
+        # a record without it is of a version that had no other
+        before["optimizer"] = {"schedule": "cosine", **before["optimizer"]}
     return [
         f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
         for group in ("model", "compute", "experts", "optimizer", "data", "mesh")

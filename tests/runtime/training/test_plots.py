@@ -70,6 +70,18 @@ def test_the_whole_loss_is_shown_where_no_step_is_far_above(drawn: Draw, steps: 
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
+def test_the_learning_rate_is_below_the_loss(drawn: Draw) -> None:
+    metrics = falling(30)
+    for step, scalars in metrics.items():
+        scalars |= {"train/learning_rate": step / 100, "experts/balance_loss": 1.0}
+    loss, balance, rate, empty = drawn(plots.plot_losses, metrics).axes
+    assert [panel.get_ylabel() for panel in (loss, rate)] == ["loss (nats per token)", "learning rate"]
+    assert balance.get_title() == "Balance of its experts"
+    (line,) = rate.get_lines()
+    assert list(line.get_ydata()) == [step / 100 for step in metrics]
+    assert (rate.get_legend(), rate.get_ylim()[0], empty.axison) == (None, 0, False)
+
+
 def test_step_0_of_a_fine_tuning_is_the_first_point(drawn: Draw) -> None:
     validations = {0: 1.6, 50: 2.2, 100: 2.3}
     metrics = {0: {}, **falling(100)}
