@@ -88,7 +88,9 @@ MUTANTS = [
         ("tests/parallel/test_pipeline_meshes.py::test_training_equals_one_device",),
     ),
     Mutant("train/experts.py", "rate * jnp.sign(1 - load(means))", "rate * jnp.sign(load(means) - 1)"),
-    Mutant("train/optimizer.py", "warmup * config.lr -", "config.lr -"),
+    Mutant("optimizers/schedules.py", "warmup * rates.lr -", "rates.lr -"),
+    # the decay begins at once
+    Mutant("optimizers/schedules.py", "step - (rates.total_steps - rates.decay_steps)", "step"),
     Mutant(
         "ops/experts/routing.py",
         "probs_BTE.mean((0, 1))",

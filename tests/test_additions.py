@@ -59,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # the first update has the peak
 RATE = {"lr": 0.1, "end_lr": 0.1, "warmup_steps": 0, "total_steps": 4}
 PLAIN_GRADIENT = {"weight_decay": 0.0, "clip_norm": 1e9, "z_loss": 0.0, "gradient_accumulation_steps": 2}
-OPTIMIZER = {"name": "momentum", "decay": 0.9, **RATE, **PLAIN_GRADIENT}
+OPTIMIZER = {"name": "momentum", "friction": 0.9, **RATE, **PLAIN_GRADIENT}
 MESHES = {"dp x tp": (4, ["mesh.dp=2", "mesh.tp=2"]), "pp": (2, ["mesh.pp=2"])}
 # microbatches, sequences, positions
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 2, 4, 9)).astype(np.int32)

@@ -13,7 +13,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Count, Derived, Fraction, Group, NonNegative, Positive, Steps, Unit
-from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES, Decay
+from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES, Decay, Rates
 from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
@@ -83,9 +83,10 @@ class OptimizerConfig(Group):
                 f"optimizer.{name} is given, but optimizer.schedule {self.schedule} does not read it: remove it, or "
                 f"set optimizer.schedule to {readers}"
             )
-        if "decay_steps" not in unread and self.warmup_steps + self.last_steps > self.total_steps:
+        decay_steps = self.rates.decay_steps
+        if "decay_steps" not in unread and self.warmup_steps + decay_steps > self.total_steps:
             raise UserError(
-                f"optimizer.warmup_steps {self.warmup_steps:g} and optimizer.decay_steps {self.last_steps:g} are "
+                f"optimizer.warmup_steps {self.warmup_steps:g} and optimizer.decay_steps {decay_steps:g} are "
                 f"longer than optimizer.total_steps {self.total_steps}: lower one of the two, or raise total_steps"
             )
         return self
@@ -97,9 +98,11 @@ class OptimizerConfig(Group):
         return {name: value for name, value in serialize(self).items() if name not in unread}
 
     @property
-    def last_steps(self) -> float:
-        """decay_steps, or its default."""
-        return self.total_steps / 10 if self.decay_steps is None else self.decay_steps
+    def rates(self) -> Rates:
+        """What the schedule reads."""
+        decay_steps = self.total_steps / 10 if self.decay_steps is None else self.decay_steps
+        rates = self.lr, self.end_lr, self.warmup_steps, self.anneal_steps, self.total_steps, decay_steps
+        return Rates(*rates, self.decay)
 
     @property
     def slots(self) -> dict[str, Slot]:

@@ -6,7 +6,7 @@ All rise linearly from 0 to lr over the first warmup_steps. With warmup_steps 0 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import jax
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Decay = Literal["linear", "sqrt"]
 
 
-class Rates(Protocol):
+class Rates(NamedTuple):
     """The fields of `OptimizerConfig` that a schedule may read."""
 
     lr: float
@@ -22,18 +22,15 @@ class Rates(Protocol):
     warmup_steps: float
     anneal_steps: float
     total_steps: int
+    decay_steps: float
     decay: Decay
-
-    @property
-    def last_steps(self) -> float:
-        """decay_steps, or its default."""
 
 
 class Schedule(NamedTuple):
     """The learning rate after the warm-up."""
 
     below: Callable[[Rates, jax.Array], jax.Array | float]
-    """(config, float32 step) -> by how much the learning rate is below lr, float32."""
+    """(fields, float32 step) -> by how much the learning rate is below lr, float32."""
     reads: frozenset[str] = frozenset()
     """Those of `FIELDS` that it reads."""
 
@@ -42,48 +39,48 @@ FIELDS = frozenset({"end_lr", "anneal_steps", "decay_steps", "decay"})
 """The fields that some schedules do not read."""
 
 
-def learning_rate(schedule: Schedule, config: Rates, step: jax.Array) -> jax.Array:
+def learning_rate(schedule: Schedule, rates: Rates, step: jax.Array) -> jax.Array:
     """The learning rate after `step` updates, float32."""
     import jax.numpy as jnp
 
     step = jnp.asarray(step, jnp.float32)
-    warmup = jnp.minimum(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
-    return jnp.asarray(warmup * config.lr - schedule.below(config, step), jnp.float32)
+    warmup = jnp.minimum(step / rates.warmup_steps, 1.0) if rates.warmup_steps else 1.0
+    return jnp.asarray(warmup * rates.lr - schedule.below(rates, step), jnp.float32)
 
 
-def _cosine(config: Rates, step: jax.Array) -> jax.Array:
+def _cosine(rates: Rates, step: jax.Array) -> jax.Array:
     """From lr to end_lr over anneal_steps, as half a period of a cosine (Loshchilov and Hutter 2017,
     arXiv:1608.03983)."""
     import jax.numpy as jnp
 
-    return (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * _annealed(config, step)))
+    return (rates.lr - rates.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * _annealed(rates, step)))
 
 
-def _linear(config: Rates, step: jax.Array) -> jax.Array:
+def _linear(rates: Rates, step: jax.Array) -> jax.Array:
     """From lr to end_lr over anneal_steps."""
-    return (config.lr - config.end_lr) * _annealed(config, step)
+    return (rates.lr - rates.end_lr) * _annealed(rates, step)
 
 
-def _constant(config: Rates, step: jax.Array) -> float:
+def _constant(rates: Rates, step: jax.Array) -> float:
     return 0.0
 
 
-def _wsd(config: Rates, step: jax.Array) -> jax.Array:
+def _wsd(rates: Rates, step: jax.Array) -> jax.Array:
     """Warm-up, stable, decay: lr, and over the last steps of the run down to end_lr (Hu et al. 2024, arXiv:2404.06395).
 
     The decay by a square root is that of Hägele et al. 2024, arXiv:2405.18392.
     """
     import jax.numpy as jnp
 
-    decayed = jnp.clip((step - (config.total_steps - config.last_steps)) / config.last_steps, 0.0, 1.0)
-    return (config.lr - config.end_lr) * (jnp.sqrt(decayed) if config.decay == "sqrt" else decayed)
+    decayed = jnp.clip((step - (rates.total_steps - rates.decay_steps)) / rates.decay_steps, 0.0, 1.0)
+    return (rates.lr - rates.end_lr) * (jnp.sqrt(decayed) if rates.decay == "sqrt" else decayed)
 
 
-def _annealed(config: Rates, step: jax.Array) -> jax.Array:
+def _annealed(rates: Rates, step: jax.Array) -> jax.Array:
     """The share of anneal_steps, after the warm-up, that is over."""
     import jax.numpy as jnp
 
-    return jnp.clip((step - config.warmup_steps) / config.anneal_steps, 0.0, 1.0)
+    return jnp.clip((step - rates.warmup_steps) / rates.anneal_steps, 0.0, 1.0)
 
 
 SCHEDULES = {

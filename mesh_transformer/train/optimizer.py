@@ -24,7 +24,7 @@ updates that the optimizer's direction and the learning rate's schedule have cou
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
     """The learning rate after `step` updates, float32: see `optimizers.schedules`."""
-    return schedules.learning_rate(schedules.SCHEDULES[config.schedule], config, step)
+    return schedules.learning_rate(schedules.SCHEDULES[config.schedule], config.rates, step)
 
 
 class Optimizer:

@@ -12,14 +12,9 @@ import jax
 import numpy as np
 import pytest
 from support import sampling_reference as reference
-from support.array_source import ArraySource
 from support.builders import TINY, program
 from support.engines import CASES, GREEDY, SAMPLED, SLOTS, Completion, complete, engine_of, prompt_of
 
-from mesh_transformer.checkpoint.load import load_by_layer
-from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts
-from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
     PrefillResult,
@@ -196,22 +191,6 @@ def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None
     run, params, engine = tiny(*overrides)
     (made,) = complete(engine, [(prompt_of(2, 11), GREEDY)])
     assert made.ids == reference.complete(run, params, prompt_of(2, 11), GREEDY)[0]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
-    run = program(TINY, "mesh.tp=1", "model.seq=64", dtype=dtype)
-    params = run.model.cast(run.init(jax.random.key(3)).params)
-    arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
-    parts = load_by_layer(
-        ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
-    )
-    packed = pack(parts, run.model.decoder)
-    (expected,), (found,) = (
-        complete(engine_of(run, given, slots=slots), [(prompt_of(1, 21), SAMPLED)])
-        for given, slots in ((params, SLOTS), (packed, 1))
-    )
-    assert found.ids == expected.ids
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [32, 128], ids=["chunks", "several prompts"])

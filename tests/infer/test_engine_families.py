@@ -13,15 +13,10 @@ import numpy as np
 import pytest
 from support import families
 from support import sampling_reference as reference
-from support.array_source import ArraySource
 from support.builders import TINY, program
 from support.covering import covering
-from support.engines import CASES, GREEDY, SAMPLED, Completion, complete, engine_of, prompt_of
+from support.engines import CASES, GREEDY, SAMPLED, Completion, complete, engine_of, packed, prompt_of
 
-from mesh_transformer.checkpoint.load import load_by_layer
-from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts
-from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import PromptChunk
 from mesh_transformer.infer.scoring.packing import Query, plan_batches
@@ -88,12 +83,7 @@ def prefix(family: str) -> None:
 def packed_for_cpu(family: str) -> None:
     """Parameters in the layout for decoding on CPU."""
     run, params, _ = tiny(family)
-    arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
-    parts = load_by_layer(
-        ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
-    )
-    packed = pack(parts, run.model.decoder)
-    (found,) = complete(engine_of(run, packed, slots=1), [(PROMPT, CASES["all filters"])])
+    (found,) = complete(engine_of(run, packed(run, params), slots=1), [(PROMPT, CASES["all filters"])])
     assert found.ids == by_definition(family, "all filters")
 
 

@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 from support import families
 from support import sampling_reference as reference
-from support.array_source import ArraySource
 from support.builders import TINY, program
 from support.commands import REPO
 from support.covering import covering
-from support.engines import Completion, complete, engine_of, prompt_of
+from support.engines import Completion, complete, engine_of, packed, prompt_of
 
-from mesh_transformer.checkpoint.load import load_by_layer
-from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.config import ComputeConfig, parse_config
-from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import PromptChunk, SamplingParams
 from mesh_transformer.models.model import Model
@@ -61,12 +56,7 @@ def stacked(family: str) -> SlotEngine:
 def packed_for_cpu(family: str) -> SlotEngine:
     """Layers one after the other, each with its own cache."""
     run = tiny(family)
-    arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": weights(family)}).items()}
-    parts = load_by_layer(
-        ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
-    )
-    packed = pack(parts, run.model.decoder)
-    return engine_of(run, packed, slots=2, max_prefill_tokens=CHUNK)
+    return engine_of(run, packed(run, weights(family)), slots=2, max_prefill_tokens=CHUNK)
 
 
 def mesh(family: str) -> SlotEngine:

@@ -52,13 +52,15 @@ def by_definition(schedule: str, run: str, steps: np.ndarray, decay: str) -> np.
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("schedule", "decay"), [*((name, "linear") for name in SCHEDULES), ("wsd", "sqrt")])
 def test_a_schedule_is_its_definition(schedule: str, decay: str, run: str) -> None:
-    """At every step, and after the end. Three roundings of float32 are 1.8e-7."""
+    """At every step, and after the end. Three roundings of float32 are 1.8e-7; the argument of the cosine has two more,
+    which are at most 1e-7 of the rate."""
     fields = {"decay": decay} if schedule == "wsd" else {}
     config, steps = config_of(schedule, run, **fields), np.arange(RUNS[run]["total_steps"] + 100)
     rates = np.broadcast_to(jax.jit(lambda step: learning_rate(config, step))(steps), steps.shape)
     assert rates.dtype == np.float32
     expected = by_definition(schedule, run, steps.astype(np.float64), decay)
-    np.testing.assert_allclose(rates, expected, rtol=0, atol=2e-7 * config.lr)
+    tolerance = 3e-7 if schedule == "cosine" else 2e-7
+    np.testing.assert_allclose(rates, expected, rtol=0, atol=tolerance * config.lr)
     # the oracle is not flat where the schedule is not
     assert (np.ptp(expected) > 0.9 * config.lr) == (schedule != "constant" or config.warmup_steps > 0)
 

@@ -5,6 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer.checkpoint.load import load_by_layer
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
     LEAST_TEMPERATURE,
@@ -15,6 +19,7 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
+from support.array_source import ArraySource
 
 SLOTS = 4
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -59,6 +64,13 @@ CASES = {
 def engine_of(run: Any, params: Any, slots: int = SLOTS, max_prefill_tokens: int = 512) -> SlotEngine:
     placement = run.placement.for_decoding()
     return SlotEngine(placement, params, slots=slots, max_prefill_tokens=max_prefill_tokens)
+
+
+def packed(run: Any, params: Any) -> Any:
+    """Parameters in the layout for decoding on a CPU, read layer by layer as from a checkpoint."""
+    arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
+    abstract = run.placement.abstract(run.model.dtype)
+    return pack(load_by_layer(ArraySource(arrays, Counts(0)), abstract, run.model.rows_by_layer), run.model.decoder)
 
 
 class Completion:

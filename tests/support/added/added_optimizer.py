@@ -23,7 +23,7 @@ class Config(OptimizerConfig):
 
     name: Literal["momentum"] = "momentum"
     """the optimizer"""
-    decay: Fraction = 0.9
+    friction: Fraction = 0.9
     """decay of the sum of gradients"""
 
     @property
@@ -41,7 +41,7 @@ class Config(OptimizerConfig):
             return State(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
         def update(gradients: Any, state: State, params: Any = None) -> tuple[Any, State]:
-            trace = jax.tree.map(lambda g, t: g + self.decay * t, gradients, state.trace)
+            trace = jax.tree.map(lambda g, t: g + self.friction * t, gradients, state.trace)
             return trace, State(state.count + 1, trace)
 
         return optax.GradientTransformation(init, update)
