@@ -72,7 +72,7 @@ MUTANTS = [
         "spec/feed_forward.py",
         "if self.shared_gate:",
         "if False:",
-        ("tests/spec/test_arrays.py::test_arrays_are_the_parameters_of_the_model",),
+        ("tests/spec/test_arrays.py::test_arrays_have_the_dimension_names_of_the_modules",),
     ),
     Mutant("spec/flops.py", "min(one.window or seq, seq)", "seq", ("tests/spec/test_flops.py",)),
     Mutant(
