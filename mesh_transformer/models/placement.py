@@ -107,12 +107,6 @@ class Placement:
         typed = jax.tree.map(lambda x, own: x.update(dtype=own), shapes, self.model.dtypes(shapes, dtype))
         return self.partition.abstract(typed, self.model.axes)
 
-    def cast(self, params: Params, axes: Params | None = None) -> Params:
-        """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as
-        stored."""
-        axes = self.model.axes if axes is None else axes
-        return constrain_tree(self.model.cast(params), self.partition, axes)
-
-    def gather(self, params: Params, axes: Params) -> Params:
-        """Inside a program: gather all parameters with these dimension names over fsdp at once."""
-        return constrain_tree(params, self.partition.with_rules(embed=None), axes)
+    def cast(self, params: Params) -> Params:
+        """Inside a program: all parameters in the compute dtype, sharded as stored."""
+        return constrain_tree(self.model.cast(params), self.partition, self.model.axes)

@@ -6,7 +6,7 @@ It imports jax only in functions, because a driver without jax reads configs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from annotated_types import Le
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -92,7 +92,7 @@ class OptimizerConfig(Group):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_unread(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unread(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
         """What the schedule does not read cannot be given again."""
         unread = FIELDS - SCHEDULES[self.schedule].reads
         return {name: value for name, value in serialize(self).items() if name not in unread}

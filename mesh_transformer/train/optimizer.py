@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +14,8 @@ from pydantic import ValidationError
 from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import STACKS
-from mesh_transformer.optimizers import OPTIMIZERS, schedules
+from mesh_transformer.optimizers import OPTIMIZERS
+from mesh_transformer.optimizers.schedules import SCHEDULES, learning_rate
 from mesh_transformer.parallel.sharding import Params, Partition, map_axes
 
 # the dimensions that are many arrays in one: of layers, and of experts
@@ -22,9 +25,9 @@ OptState = dict[str, Any]
 updates that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
 
 
-def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
-    """The learning rate after `step` updates, float32: see `optimizers.schedules`."""
-    return schedules.learning_rate(schedules.SCHEDULES[config.schedule], config.rates, step)
+def schedule_of(config: OptimizerConfig) -> Callable[[jax.Array], jax.Array]:
+    """The learning rate of a config, float32, after a number of updates (`optimizers.schedules`)."""
+    return functools.partial(learning_rate, SCHEDULES[config.schedule], config.rates)
 
 
 class Optimizer:
@@ -38,6 +41,8 @@ class Optimizer:
         self.config, self.axes = config, axes
         self._clip = optax.clip_by_global_norm(config.clip_norm)
         self._direction = config.direction(axes)
+        # the learning rate after a number of updates, float32
+        self.learning_rate = schedule_of(config)
 
     @classmethod
     def named(cls, name: str, axes: Params, **fields: Any) -> Optimizer:
@@ -82,5 +87,5 @@ class Optimizer:
             direction, after = self._direction.update(clipped, before, params)
         matrices = map_axes(lambda axes: len([name for name in axes if name not in _STACKED]) > 1, self.axes)
         decayed = jax.tree.map(lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices)
-        updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
+        updates = optax.tree.scale(-self.learning_rate(schedule), decayed)
         return updates, {**after._asdict(), "schedule": schedule + 1}

@@ -24,7 +24,7 @@ from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.stack import Kind, Means, Stream
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
-from mesh_transformer.parallel.sharding import Params, use
+from mesh_transformer.parallel.sharding import Params, constrain_tree, use
 from mesh_transformer.sequences import Sequences
 from mesh_transformer.spec import Layer, Run
 from mesh_transformer.train import experts, pipeline
@@ -38,7 +38,7 @@ from mesh_transformer.train.batch import (
     step_metrics,
 )
 from mesh_transformer.train.noise_scale import NoiseAverages, update_noise
-from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
+from mesh_transformer.train.optimizer import Optimizer, OptState
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side, summed_once
 
 
@@ -196,7 +196,7 @@ class TrainProgram:
         metrics |= {"train/grad_norm": norm, "train/param_norm": param_norm}
         if squares is not None:
             metrics["train/grad_norm_micro"] = jnp.sqrt(squares).mean()
-        rate = learning_rate(self.config.optimizer, state.opt_state["schedule"])
+        rate = self.optimizer.learning_rate(state.opt_state["schedule"])
         metrics |= {"train/learning_rate": rate, "finite": finite}
         if self.config.optimizer.nonfinite == "skip":
             new = _keep_if(finite, new, state)
@@ -256,8 +256,10 @@ class TrainProgram:
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         """The parameters in the compute dtype; gathered over fsdp here, if not each layer just before its use."""
-        params = self.placement.cast(params, axes)
-        return self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
+        params = constrain_tree(self.model.cast(params), self.partition, axes)
+        if self.config.mesh.gather_weights == "per_step":
+            return constrain_tree(params, self.partition.with_rules(embed=None), axes)
+        return params
 
     def _loss(self, objective: Objective, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, Scored]:
         """`Parts.loss` with this term of each token."""

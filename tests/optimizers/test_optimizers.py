@@ -19,7 +19,7 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import OPTIMIZERS
-from mesh_transformer.train.optimizer import Optimizer, learning_rate
+from mesh_transformer.train.optimizer import Optimizer, schedule_of
 
 SMALL = {
     "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 64, "vocab_multiple": 32, "seq": 12},
@@ -68,7 +68,7 @@ def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def theirs(name: str, config: Any) -> optax.GradientTransformation:
-    rate = lambda count: learning_rate(config, count)  # noqa: E731
+    rate = lambda count: schedule_of(config)(count)  # noqa: E731
     if name == "lion":
 
         def matrices(params: Any) -> Any:

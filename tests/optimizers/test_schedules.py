@@ -13,7 +13,7 @@ from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES
-from mesh_transformer.train.optimizer import learning_rate
+from mesh_transformer.train.optimizer import schedule_of
 
 MODEL = {"family": "gptj", "layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 256, "seq": 8, "pe_rotary_dims": 4}
 RATES = {"lr": 3e-4, "end_lr": 7e-6}
@@ -56,7 +56,7 @@ def test_a_schedule_is_its_definition(schedule: str, decay: str, run: str) -> No
     which are at most 1e-7 of the rate."""
     fields = {"decay": decay} if schedule == "wsd" else {}
     config, steps = config_of(schedule, run, **fields), np.arange(RUNS[run]["total_steps"] + 100)
-    rates = np.broadcast_to(jax.jit(lambda step: learning_rate(config, step))(steps), steps.shape)
+    rates = np.broadcast_to(jax.jit(lambda step: schedule_of(config)(step))(steps), steps.shape)
     assert rates.dtype == np.float32
     expected = by_definition(schedule, run, steps.astype(np.float64), decay)
     tolerance = 3e-7 if schedule == "cosine" else 2e-7
@@ -75,7 +75,7 @@ def test_the_cosine_of_earlier_runs_is_equal_in_bits() -> None:
         return warmup * config.lr - (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * annealed))
 
     steps = np.arange(0, 320_000, 7)
-    np.testing.assert_array_equal(jax.jit(lambda step: learning_rate(config, step))(steps), jax.jit(before)(steps))
+    np.testing.assert_array_equal(jax.jit(lambda step: schedule_of(config)(step))(steps), jax.jit(before)(steps))
 
 
 @pytest.mark.parametrize(
