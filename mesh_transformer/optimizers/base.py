@@ -80,8 +80,8 @@ class OptimizerConfig(Group):
         for name in sorted(self.model_fields_set & unread):
             readers = " or ".join(other for other, schedule in SCHEDULES.items() if name in schedule.reads)
             raise UserError(
-                f"optimizer.{name} is given, but optimizer.schedule {self.schedule} does not read it: remove it, or "
-                f"set optimizer.schedule to {readers}"
+                f"optimizer.{name} is given, but optimizer.schedule {self.schedule} does not read it: remove it "
+                f"(--set optimizer.{name}=null), or set optimizer.schedule to {readers}"
             )
         decay_steps = self.rates.decay_steps
         if "decay_steps" not in unread and self.warmup_steps + decay_steps > self.total_steps:

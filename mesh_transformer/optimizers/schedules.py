@@ -68,7 +68,7 @@ def _constant(rates: Rates, step: jax.Array) -> float:
 def _wsd(rates: Rates, step: jax.Array) -> jax.Array:
     """Warm-up, stable, decay: lr, and over the last steps of the run down to end_lr (Hu et al. 2024, arXiv:2404.06395).
 
-    The decay by a square root is that of Hägele et al. 2024, arXiv:2405.18392.
+    The decay by a square root is from Hägele et al. 2024, arXiv:2405.18392.
     """
     import jax.numpy as jnp
 

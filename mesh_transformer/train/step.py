@@ -131,7 +131,7 @@ class TrainProgram:
 
     @property
     def length(self) -> int:
-        """Positions of a sequence: those of the data, which may be fewer than the model's."""
+        """Positions of a sequence of the data, which may be fewer than the model's positions."""
         return self.config.data.seq or self.model.decoder.seq
 
     def _schedule(self) -> Schedule:

@@ -82,7 +82,7 @@ def test_the_cosine_of_earlier_runs_is_equal_in_bits() -> None:
     ("given", "message"),
     [
         ({"schedule": "constant", "end_lr": 0}, "optimizer.end_lr is given, but optimizer.schedule constant does not"),
-        ({"decay_steps": 5}, "decay_steps is given, but optimizer.schedule cosine .*: remove it, or set .* to wsd"),
+        ({"decay_steps": 5}, "decay_steps is given, but optimizer.schedule cosine .*: remove it .*, or set .* to wsd"),
         ({"schedule": "wsd", "anneal_steps": 5}, "anneal_steps is given, .* wsd does not .* to cosine or linear"),
         # also a value that is the default
         ({"schedule": "linear", "decay": "linear"}, "optimizer.decay is given, but optimizer.schedule linear does not"),
