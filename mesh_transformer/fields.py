@@ -1,5 +1,6 @@
 """The base class of config groups, and the types of their fields with limits and units."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -32,7 +33,15 @@ class Words(SchemaText):
 
 
 class Derived(SchemaText):
-    """The rule for a default that depends on other fields."""
+    """The rule for a default that depends on other fields, in words.
+
+    Args:
+        of: the field of which `rule` makes the default in a family's config. None: `derive` makes it.
+    """
+
+    def __init__(self, text: str, *, of: str | None = None, rule: Callable[[int], float] = int):
+        super().__init__(text)
+        self.of, self.rule = of, rule
 
 
 def whole(value: Any) -> Any:

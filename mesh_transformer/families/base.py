@@ -8,7 +8,19 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.hf_keys import Hf, HfKeys, JsonObject
-from mesh_transformer.fields import INT32_MAX, CountOrZero, Derived, Dims, Heads, Layers, Rows, Size, Tokens, size
+from mesh_transformer.fields import (
+    INT32_MAX,
+    CountOrZero,
+    Derived,
+    Dims,
+    Heads,
+    Layers,
+    Rows,
+    Size,
+    Tokens,
+    marks,
+    size,
+)
 from mesh_transformer.spec import Activation, Decoder, Tensor
 
 # the frequencies of the rotated dims are an array in memory, and a file may give any number
@@ -68,7 +80,7 @@ class ModelConfig(HfKeys):
 
     @classmethod
     def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive d_head and d_ff from d_model and n_heads, if these are valid."""
+        """Derive d_head, d_ff and the fields whose mark has a rule, from what is valid."""
         d_model, n_heads = size(values.get("d_model")), size(values.get("n_heads"))
         if d_model:
             values.setdefault("d_ff", 4 * d_model)
@@ -79,6 +91,9 @@ class ModelConfig(HfKeys):
                     f"change one of them or set model.d_head"
                 )
             values["d_head"] = d_model // n_heads
+        for name, derived in marks(cls, Derived).items():
+            if derived.of is not None and (number := size(values.get(derived.of))):
+                values.setdefault(name, derived.rule(number))
         return values
 
     @model_validator(mode="after")

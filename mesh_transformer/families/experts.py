@@ -10,7 +10,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
-from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive, Switch, Unit, size
+from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive, Switch, Unit
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 
 
@@ -79,20 +79,12 @@ class WithExperts(ExpertCounts, LlamaLike):
 class SomeDense(WithExperts):
     """Some layers have a dense feed-forward layer of width d_ff, the others have experts of another width."""
 
-    expert_d_ff: Annotated[Dims, Derived("d_ff"), Hf("moe_intermediate_size")] = 0
+    expert_d_ff: Annotated[Dims, Derived("d_ff", of="d_ff"), Hf("moe_intermediate_size")] = 0
     """hidden width of an expert; divisible by mesh.tp"""
     dense_layers: LayerNumbers = ()
     """layers, numbered from 0, that have a dense feed-forward layer of width d_ff instead of experts"""
     router_normalize: Annotated[Switch, Hf("norm_topk_prob")] = False
     """the weights of a token's experts are divided by their sum"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive expert_d_ff too."""
-        values = super().derive(values)
-        if d_ff := size(values.get("d_ff")):
-            values.setdefault("expert_d_ff", d_ff)
-        return values
 
     @model_validator(mode="after")
     def _check_dense_layers(self) -> Self:
@@ -129,7 +121,7 @@ class GroupedExperts(SomeDense):
     HF_SHARED: ClassVar = "shared_experts"
     HF_ROWS: ClassVar = {**SomeDense.HF_ROWS, "n_experts": Hf("n_routed_experts", "num_local_experts")}
 
-    shared_d_ff: Annotated[Dims, Derived("expert_d_ff")] = 0
+    shared_d_ff: Annotated[Dims, Derived("expert_d_ff", of="expert_d_ff")] = 0
     """hidden width of the experts that all tokens go through, together, besides those that the router chooses;
     divisible by mesh.tp"""
     router_scale: Annotated[Positive, Hf("routed_scaling_factor")] = 1.0
@@ -138,14 +130,6 @@ class GroupedExperts(SomeDense):
     """groups of experts; divides n_experts"""
     router_top_groups: Annotated[Count, Unit("groups"), Hf("topk_group")] = 1
     """groups with the best scores, from which a token's experts are chosen"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive shared_d_ff too."""
-        values = super().derive(values)
-        if d_ff := size(values.get("expert_d_ff")):
-            values.setdefault("shared_d_ff", d_ff)
-        return values
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.gemma import GemmaLike
-from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.layer_types import WithLayerTypes
-from mesh_transformer.fields import Count, Derived, Dims, Positive, Unit, size
+from mesh_transformer.fields import Count, Derived, Dims, Positive, Unit
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
 
 
@@ -19,18 +19,10 @@ class Gemma2Like(GemmaLike, WithLayerTypes):
     HF_IGNORED: ClassVar = (*GemmaLike.HF_IGNORED, "hidden_act")
     HF_WRITTEN: ClassVar = {**GemmaLike.HF_WRITTEN, "hidden_act": "gelu_pytorch_tanh"}
 
-    query_scale_dims: Annotated[Dims, Derived("d_head"), Hf("query_pre_attn_scalar")] = 0
+    query_scale_dims: Annotated[Dims, Derived("d_head", of="d_head"), Hf("query_pre_attn_scalar")] = 0
     """the products of queries and keys are divided by the square root of this number (their query_pre_attn_scalar)"""
     softcap: Annotated[Positive | None, Hf("final_logit_softcapping")] = None
     """cap of the logits; absent: none"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive query_scale_dims too."""
-        values = super().derive(values)
-        if d_head := size(values.get("d_head")):
-            values.setdefault("query_scale_dims", d_head)
-        return values
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""

@@ -8,7 +8,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.rotary import part_of_head
-from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
+from mesh_transformer.fields import Derived, Dims, Positive, Switch
 from mesh_transformer.spec import (
     TRANSPOSED,
     Attention,
@@ -41,7 +41,7 @@ class GptNeoXConfig(ModelConfig):
 
     family: Literal["gpt_neox"] = "gpt_neox"
     """model family: a file in mesh_transformer/families"""
-    rotary_dims: Annotated[Dims, Derived("d_head / 4, even")] = 0
+    rotary_dims: Annotated[Dims, Derived("d_head / 4, even", of="d_head", rule=lambda dims: max(2, dims // 8 * 2))] = 0
     """number of leading dims of each head that rotary encoding rotates, at most d_head; of an odd number, one dim more
     is rotated, as in transformers"""
     rotary_base: Positive = 10000.0
@@ -57,14 +57,6 @@ class GptNeoXConfig(ModelConfig):
     """biases on q, k, v and the output of the attention"""
     tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = False
     """the head uses the token embeddings as its weights"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive rotary_dims too."""
-        values = super().derive(values)
-        if d_head := size(values.get("d_head")):
-            values.setdefault("rotary_dims", max(2, d_head // 8 * 2))
-        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:

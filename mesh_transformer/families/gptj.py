@@ -8,7 +8,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.gpt2 import GPT2_DROPOUTS, GPT2_ROWS
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
-from mesh_transformer.fields import Derived, Dims, size
+from mesh_transformer.fields import Derived, Dims
 from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Rotary, Split, Tensor, parallel
 
 
@@ -59,21 +59,15 @@ class GptJConfig(ModelConfig):
     """model family: a file in mesh_transformer/families"""
     pe: Literal["rotary", "fixed", "t5"] = "rotary"
     """position encoding: rotary (GPT-J), fixed (a learned table) or t5 (relative bias)"""
-    pe_rotary_dims: Annotated[Dims, Derived("d_head"), Hf("rotary_dim", why=", as transformers requires one")] = 0
+    pe_rotary_dims: Annotated[
+        Dims, Derived("d_head", of="d_head"), Hf("rotary_dim", why=", as transformers requires one")
+    ] = 0
     """number of leading dims of each head that rotary encoding rotates; even, at most d_head (GPT-J-6B: 64 of 256)"""
     norm: Annotated[
         Literal["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"],
         BeforeValidator(_one_norm),
     ] = "layernorm"
     """normalization before each block and before the head"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive pe_rotary_dims too."""
-        values = super().derive(values)
-        if d_head := size(values.get("d_head")):
-            values.setdefault("pe_rotary_dims", d_head)
-        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.hf_keys import Hf, JsonObject
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import BiasedLlama
-from mesh_transformer.fields import Derived, Positive, size
+from mesh_transformer.fields import Derived, Positive
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sequential
 
 
@@ -28,20 +28,14 @@ class GraniteConfig(BiasedLlama):
     """model family: a file in mesh_transformer/families"""
     embed_scale: Annotated[Positive, Hf("embedding_multiplier")] = 1.0
     """the token embeddings are multiplied by this number"""
-    attention_scale: Annotated[Positive, Derived("1 / sqrt(d_head)"), Hf("attention_multiplier")] = 0.0
+    attention_scale: Annotated[
+        Positive, Derived("1 / sqrt(d_head)", of="d_head", rule=lambda dims: dims**-0.5), Hf("attention_multiplier")
+    ] = 0.0
     """the products of queries and keys are multiplied by this number"""
     residual_scale: Annotated[Positive, Hf("residual_multiplier")] = 1.0
     """what attention and feed-forward add to the residual stream is multiplied by this number"""
     logit_divisor: Annotated[Positive, Hf("logits_scaling")] = 1.0
     """the logits are divided by this number"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive attention_scale too."""
-        values = super().derive(values)
-        if d_head := size(values.get("d_head")):
-            values.setdefault("attention_scale", d_head**-0.5)
-        return values
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""

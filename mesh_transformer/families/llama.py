@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.families.rotary import RotaryConfig
-from mesh_transformer.fields import MOST_LAYERS, Derived, Heads, Positive, Switch, size
+from mesh_transformer.fields import MOST_LAYERS, Derived, Heads, Positive, Switch
 from mesh_transformer.spec import (
     TRANSPOSED,
     Activation,
@@ -49,21 +49,13 @@ class LlamaLike(RotaryConfig):
     # one matrix holds the rows of gate and in
     HF_FUSED_GATE: ClassVar = False
 
-    n_kv_heads: Annotated[Heads, Derived("n_heads"), Hf("num_key_value_heads", null=True)] = 0
+    n_kv_heads: Annotated[Heads, Derived("n_heads", of="n_heads"), Hf("num_key_value_heads", null=True)] = 0
     """heads of keys and values, each shared by n_heads / n_kv_heads query heads; mesh.tp splits them if it divides
     their number, else each device holds all of them"""
     norm_eps: Annotated[Positive, Hf("rms_norm_eps")] = 1e-6
     """epsilon that each norm adds to the mean square"""
     tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = False
     """the head uses the token embeddings as its weights"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive n_kv_heads too."""
-        values = super().derive(values)
-        if n_heads := size(values.get("n_heads")):
-            values.setdefault("n_kv_heads", n_heads)
-        return values
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import SomeDense
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
-from mesh_transformer.fields import Derived, Dims, size
+from mesh_transformer.fields import Derived, Dims
 from mesh_transformer.spec import Attention, Dense, Experts
 
 
@@ -65,17 +65,9 @@ class Qwen2MoeConfig(QwenExperts):
 
     family: Literal["qwen2_moe"] = "qwen2_moe"
     """model family: a file in mesh_transformer/families"""
-    shared_d_ff: Annotated[Dims, Derived("d_ff"), Hf("shared_expert_intermediate_size")] = 0
+    shared_d_ff: Annotated[Dims, Derived("d_ff", of="d_ff"), Hf("shared_expert_intermediate_size")] = 0
     """hidden width of the expert that all tokens go through, in addition to the experts that the router chooses;
     divisible by mesh.tp"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive shared_d_ff too."""
-        values = super().derive(values)
-        if d_ff := size(values.get("d_ff")):
-            values.setdefault("shared_d_ff", d_ff)
-        return values
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""

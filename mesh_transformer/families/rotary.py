@@ -10,7 +10,7 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
-from mesh_transformer.fields import Derived, Dims, Positive, Real, Switch, Tokens, size
+from mesh_transformer.fields import Derived, Dims, Positive, Real, Switch, Tokens
 from mesh_transformer.spec import Rotary, Scaling
 
 # turns of a frequency in the original context: outside of this range, their logarithm may not be finite
@@ -205,16 +205,8 @@ class PartlyRotary(RotaryConfig):
 
     ROTARY_FIELD: ClassVar = "rotary_dims"
 
-    rotary_dims: Annotated[Dims, Derived("d_head")] = 0
+    rotary_dims: Annotated[Dims, Derived("d_head", of="d_head")] = 0
     """number of leading dims of each head that rotary encoding rotates: an even number, at most d_head"""
-
-    @classmethod
-    def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive rotary_dims too."""
-        values = super().derive(values)
-        if d_head := size(values.get("d_head")):
-            values.setdefault("rotary_dims", d_head)
-        return values
 
     @classmethod
     def part_from_hf(cls, part: float, others: JsonObject) -> JsonObject:
