@@ -101,11 +101,6 @@ class SliceType:
         return self.chips if self.chips <= largest_host else CHIPS_PER_HOST
 
     @property
-    def devices_per_host(self) -> int:
-        """JAX devices of one host."""
-        return self.devices // self.hosts
-
-    @property
     def topology(self) -> str:
         """The arrangement of the chips, such as 2x2x4."""
         return self.generation.topologies[self.chips]

@@ -298,15 +298,6 @@ class Module:
         return 2 * result.size * summed // int(one.attribute("feature_group_count") or 1)
 
 
-def computations(hlo: str) -> dict[str, list[Instruction]]:
-    """The instructions of each computation of an optimized HLO module, in the order of its text.
-
-    Raises:
-        ValueError: as in `Module`.
-    """
-    return Module(hlo).computations
-
-
 def collectives(hlo: str) -> list[Collective]:
     """Every collective of an optimized HLO module, in the order of its text.
 

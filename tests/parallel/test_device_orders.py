@@ -56,6 +56,11 @@ def devices_of(name, slice_index=0):
     ]
 
 
+def devices_per_host(name):
+    kind = slices.parse(name)
+    return kind.devices // kind.hosts
+
+
 def fitting(devices):
     """The shipped configs that fit these devices: name, config, shape."""
     for name, config in CONFIGS.items():
@@ -90,7 +95,7 @@ def check_rows(config, mesh, batch):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_shipped_config_has_a_mesh_and_every_process_its_rows(name):
-    devices, per_process = devices_of(name), slices.parse(name).devices_per_host
+    devices, per_process = devices_of(name), devices_per_host(name)
     for config_name, config, shape in fitting(devices):
         mesh = make_mesh(shape, devices)
         assert mesh.shape == shape, config_name
@@ -115,7 +120,7 @@ def test_rows_need_not_be_consecutive(name, config):
 @pytest.mark.parametrize("name", [name for name in RECORDED if len(devices_of(name)) == 16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tp_group_stays_within_a_process_or_covers_the_fewest(name, shape):
-    devices, per_process = devices_of(name), slices.parse(name).devices_per_host
+    devices, per_process = devices_of(name), devices_per_host(name)
     groups = make_mesh(shape, devices).devices.reshape(-1, shape["tp"])
     for group in groups:
         assert len({one.process_index for one in group}) == max(1, shape["tp"] // per_process)

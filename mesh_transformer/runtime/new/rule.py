@@ -60,16 +60,6 @@ def tokens_for(parameters: float) -> float:
     return TOKENS_PER_PARAMETER * parameters
 
 
-def training_flops(parameters: float, tokens: float) -> float:
-    """Floating-point operations of a run, without what is computed again."""
-    return 6 * parameters * tokens
-
-
-def parameters_for(flops: float) -> float:
-    """The parameters with which so many operations are used best: `training_flops` and `tokens_for` solved for N."""
-    return math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
-
-
 def predicted_loss(parameters: float, tokens: float) -> float:
     """The loss after a run on web text, nats for each token of a vocabulary of some 32,000."""
     return _LEAST_LOSS + _OF_PARAMETERS / parameters**_PARAMETERS_POWER + _OF_TOKENS / tokens**_TOKENS_POWER

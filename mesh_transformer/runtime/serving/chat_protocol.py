@@ -163,30 +163,3 @@ class ChatResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-
-
-class ChatDelta(BaseModel):
-    """The addition of an event to a message."""
-
-    role: str | None = None
-    content: str | None = None
-
-
-class ChatPart(BaseModel):
-    """The choice of an event."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatEvent(BaseModel):
-    """An event of a stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatPart]
-    usage: Usage | None = None

@@ -21,8 +21,8 @@ from mesh_transformer.estimate.overlap import resolve
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
 from mesh_transformer.runtime.new import answers, machine, rule, shapes
 
-# Hoffmann et al. 2022, table 3: parameters, operations, tokens
-CHINCHILLA = [(400e6, 1.92e19, 8.0e9), (1e9, 1.21e20, 20.2e9), (10e9, 1.23e22, 205.1e9), (67e9, 5.76e23, 1.5e12)]
+# Hoffmann et al. 2022, table 3: parameters, tokens
+CHINCHILLA = [(400e6, 8.0e9), (1e9, 20.2e9), (10e9, 205.1e9), (67e9, 1.5e12)]
 # Brown et al. 2020, table 2.1: parameters, tokens of a batch, learning rate; each model saw 300B tokens
 GPT3 = [
     (125e6, 0.5e6, 6e-4), (350e6, 0.5e6, 3e-4), (760e6, 0.5e6, 2.5e-4), (1.3e9, 1e6, 2e-4), (2.7e9, 1e6, 1.6e-4),
@@ -32,14 +32,10 @@ GPT3_TOKENS, GPT3_VOCAB = 300e9, 50257
 SEQ = 256
 
 
-@pytest.mark.parametrize(("parameters", "flops", "tokens"), CHINCHILLA)
-def test_tokens_and_operations_are_those_of_chinchilla(parameters: float, flops: float, tokens: float) -> None:
+@pytest.mark.parametrize(("parameters", "tokens"), CHINCHILLA)
+def test_tokens_are_those_of_chinchilla(parameters: float, tokens: float) -> None:
     # the table's ratio is 20 to 22.4
     assert rule.tokens_for(parameters) == pytest.approx(tokens, rel=0.11)
-    # the table rounds its tokens
-    assert rule.training_flops(parameters, tokens) == pytest.approx(flops, rel=0.05)
-    # the root of the errors above
-    assert rule.parameters_for(flops) == pytest.approx(parameters, rel=0.06)
 
 
 @pytest.mark.parametrize(("parameters", "batch", "rate"), GPT3)

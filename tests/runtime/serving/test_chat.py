@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from support.chat_templates import CHATML, SPECIAL, chat_folder
 from support.fake_engine import Completion, alone
 from support.served import NAME, Served, refusal, serve
@@ -14,11 +15,39 @@ from transformers import AutoTokenizer
 
 from mesh_transformer.data.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime.serving.chat_protocol import CHAT_REFUSED, ChatEvent, ChatResponse
+from mesh_transformer.runtime.serving.chat_protocol import CHAT_REFUSED, ChatLogprobs, ChatResponse
+from mesh_transformer.runtime.serving.protocol import Usage
 
 VOCAB, CONTEXT = 259, 192
 CHAT = [{"role": "user", "content": "Hi <3"}, {"role": "assistant", "content": "Hé"}, {"role": "user", "content": "2?"}]
 PATH = "/v1/chat/completions"
+
+
+class ChatDelta(BaseModel):
+    """The addition of an event to a message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatPart(BaseModel):
+    """The choice of an event."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatEvent(BaseModel):
+    """An event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatPart]
+    usage: Usage | None = None
 
 
 @pytest.fixture(scope="module")
