@@ -341,7 +341,7 @@ def test_tests_mirror_the_package() -> None:
         for file in tests.rglob("*.py")
         if not file.name.startswith("test_")
         and file.name != "conftest.py"
-        and not {"support", "golden", "cd47221", "fuzz"} & set(file.parts)
+        and not {"support", "golden", "fuzz"} & set(file.parts)
     ]
     assert not misplaced, "shared code of tests belongs in tests/support"
 

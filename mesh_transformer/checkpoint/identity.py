@@ -13,7 +13,6 @@ import jax
 
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import ModelConfig, OptimizerConfig, parse_config
-from mesh_transformer.config.names import MOVED
 from mesh_transformer.config.schema import VARIANTS
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
@@ -131,8 +130,7 @@ def recorded_model(config: Any, where: str) -> ModelConfig | None:
             raise UserError("expected an object")
         family = FAMILIES.get(str(VARIANTS["model"].chosen(recorded)), ModelConfig)
         model = parse_config({"model": {k: recorded[k] for k in recorded if k in family.model_fields}}).model
-        # older versions recorded fields of the group compute here
-        if unknown := [k for k in recorded if k not in family.model_fields and ("model", k) not in MOVED]:
+        if unknown := [k for k in recorded if k not in family.model_fields]:
             raise UserError(f"this version has no {', '.join(sorted(unknown))}; a newer version may have written it")
         return model
     except UserError as error:

@@ -150,7 +150,7 @@ def open_folder(folder: CheckpointFolder, model: ModelConfig) -> TensorSource:
     if folder.format is Format.HUGGING_FACE:
         return HFSource(folder.path, model)
     native = folder.format is Format.NATIVE
-    source: TensorSource = NativeSource(folder.path, model.decoder()) if native else ClassicSource(folder.path, model)
+    source: TensorSource = NativeSource(folder.path) if native else ClassicSource(folder.path, model)
     check_model(source, model)
     return source
 

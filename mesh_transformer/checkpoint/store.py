@@ -162,8 +162,7 @@ class CheckpointStore:
             try:
                 log.info("reading %s", self.folder(step))
                 with files.remote_call(self._root):
-                    decoder = None if self._model is None else self._model.decoder()
-                    source = fail_together(partial(NativeSource, self.folder(step), decoder))
+                    source = fail_together(partial(NativeSource, self.folder(step)))
                     if self._model is not None:
                         check_model(source, self._model)
                     if self._optimizer is not None:

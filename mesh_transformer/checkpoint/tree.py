@@ -15,7 +15,7 @@ from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.errors import UserError, listed
 
 __all__ = ["Checkpoint", "load_tree", "save_tree"]
-# so that no name of a tree is one that older versions renamed
+# the folder of the names of a tree, apart from the names of a training state
 TOP = "tree"
 
 

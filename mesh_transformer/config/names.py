@@ -20,15 +20,8 @@ MAX_KEYS = 1000
 # difflib's ratio for a suggestion: one letter of four may be wrong, or two of a longer name
 NEAR = 0.75
 UNKNOWN = "not a field of this program"
-# fields that have moved: (group, field) in older files to (group, field) now
-MOVED = {
-    ("model", "compute_dtype"): ("compute", "dtype"),
-    **{("model", field): ("compute", field) for field in ("remat", "scan_unroll", "logits_mib")},
-}
 # other names that --set accepts for a field
-OTHER_NAMES = {**classic.RENAMED, "compute_dtype": ("compute", "dtype")} | {
-    ".".join(old): new for old, new in MOVED.items()
-}
+OTHER_NAMES = {**classic.RENAMED, "model.scan_unroll": ("compute", "scan_unroll")}
 # the fields with named entries
 _ENTRIES = {"data.val_set": "data.val_set.NAME=FILE", "data.train_set": "data.train_set.NAME.FIELD=VALUE"}
 # What other programs call our fields. Messages suggest the field; the name itself is refused.
@@ -52,7 +45,7 @@ _ALIASES_OF = {
     "model.pe": "position_encoding positional_encoding position_embedding",
     "model.pe_rotary_dims": "rotary_dim rotary_dims rotary_ndims",
     "model.norm": "norm_type normalization",
-    "compute.dtype": "dtype precision torch_dtype",
+    "compute.dtype": "dtype precision torch_dtype compute_dtype",
     "compute.attention": "attn_implementation flash_attention use_flash_attention attention_kernel",
     "compute.remat": "gradient_checkpointing activation_checkpointing checkpoint_activations",
     "mesh.tp": "mp model_parallel tensor_parallel tp_size mp_size",
@@ -179,16 +172,15 @@ def resolve(name: str, config: Mapping[str, Any] | None = None) -> tuple[str, st
 
 
 def moved(raw: dict[str, Any]) -> dict[str, Any]:
-    """A grouped file with its moved fields in their new groups. A value that is already there takes precedence."""
-    grouped = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
-    for (group, field), (new_group, new_field) in MOVED.items():
-        if isinstance(raw.get(group), dict) and field in raw[group]:
-            if grouped.get(new_group) is None:
-                grouped[new_group] = {}
-            target, value = grouped[new_group], grouped[group].pop(field)
-            if isinstance(target, dict) and target.get(new_field) is None:
-                target[new_field] = value
-    return grouped
+    """A grouped file with `scan_unroll` in the group compute, where its value takes precedence. Some configs of commit
+    50565e5 have it in the group model."""
+    model, compute = raw.get("model"), raw.get("compute")
+    if not isinstance(model, dict) or "scan_unroll" not in model or not isinstance(compute, dict | None):
+        return raw
+    unroll = (compute or {}).get("scan_unroll")
+    unroll = model["scan_unroll"] if unroll is None else unroll
+    model = {field: value for field, value in model.items() if field != "scan_unroll"}
+    return {**raw, "model": model, "compute": {**(compute or {}), "scan_unroll": unroll}}
 
 
 def _flat_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ class ByteTokenizer:
     bos: int | None = None
     eot = 256
     end_tokens: tuple[int, ...] = (256,)
-    fingerprint = former_fingerprint = "bytes"
+    fingerprint = "bytes"
     chat_template: str | None = None
     tool_template: str | None = None
     special_names: Mapping[str, str] = {"eos_token": EOT_TEXT}

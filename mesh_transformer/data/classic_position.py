@@ -58,6 +58,7 @@ def classic_position(source: str, stored: Any, batch: int) -> Position:
             "record": reader.number,
             "offset": reader.offset,
             "taken": 0,
+            "files": {},
         }
 
 

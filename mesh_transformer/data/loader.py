@@ -4,7 +4,6 @@ Every host reads the whole stream and decodes only its own rows. The state of a 
 (`stream.py`). Importing this module imports Grain and JAX.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import grain
 from grain.experimental import ThreadPrefetchIterDataset
 
 from mesh_transformer.data.batching import Batching, Packing
-from mesh_transformer.data.prepare import cached_records, former_cached_name
+from mesh_transformer.data.prepare import cached_records
 from mesh_transformer.data.records import Record, RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
 from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
@@ -91,11 +90,10 @@ def make_train_loader(
     """
     path = find_source(source)
     files, shape = _open(path, Batching(seq, accumulation, batch, tuple(rows), n_vocab, packing), tokenizer)
-    former_name = functools.partial(former_cached_name, path, seq, tokenizer) if is_text(path) else None
 
     def begin() -> _BatchIterator:
         stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
-        return _BatchIterator(stream, shape, len(files), source, former_name=former_name)
+        return _BatchIterator(stream, shape, len(files), source)
 
     return iter(ThreadPrefetchIterDataset(StepSet(begin), prefetch_buffer_size=prefetch))
 
@@ -159,24 +157,12 @@ def _open(path: str, shape: Batching, tokenizer: str | None) -> tuple[tuple[str,
 
 
 class _BatchIterator(grain.DatasetIterator):
-    """The batches of a stream.
+    """The batches of a stream."""
 
-    Args:
-        former_name: returns the name of the only file in positions of earlier versions.
-    """
-
-    def __init__(
-        self,
-        stream: Stream,
-        shape: Batching,
-        n_files: int,
-        source: str,
-        repeat: bool = True,
-        former_name: Callable[[], str] | None = None,
-    ):
+    def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool = True):
         super().__init__()
         self._stream, self._shape, self._n_files = stream, shape, n_files
-        self._source, self._repeat, self._former_name = source, repeat, former_name
+        self._source, self._repeat = source, repeat
         self._first_epoch = stream.epoch
         # records left over at the end of each file since the last batch
         self._dropped: list[int] = []
@@ -204,9 +190,6 @@ class _BatchIterator(grain.DatasetIterator):
         return stored_position(self._stream)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        name = self._stream.position()["name"]
-        if self._former_name is not None and state.get("name") not in (None, name):
-            state = {**state, "name": name} if state["name"] == self._former_name() else state
         resume(self._stream, state)
         self._dropped.clear()
 

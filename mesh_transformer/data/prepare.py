@@ -22,7 +22,7 @@ from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.fast_encoder import LiteralEncoder
 from mesh_transformer.data.records import write_records
 from mesh_transformer.data.sequence_options import Options
-from mesh_transformer.data.text_counts import TextCounts, cached_counts, counts_of_cached, utf8_bytes
+from mesh_transformer.data.text_counts import TextCounts, cached_counts, utf8_bytes
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, upload
@@ -94,8 +94,7 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
         warn_of_more_ids(tokens, n_vocab)
     folder = cache_folders.data_sets()
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
-    # earlier versions did not write the counts
-    if not os.path.isfile(target) or counts_of_cached(target) is None:
+    if not os.path.isfile(target):
         _log.info("tokenizing %s: the tokens stay in %s", path, folder)
         os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch, scratch_file(folder) as counts:
@@ -105,11 +104,6 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
             os.replace(counts, cached_counts(target))
             os.replace(scratch, target)
     return target
-
-
-def former_cached_name(path: str, seq: int, tokenizer: str | None) -> str:
-    """The name that earlier versions gave to the file of `cached_records`. Their stored data positions have it."""
-    return _cached_name(path, seq, load_tokenizer(tokenizer).former_fingerprint)
 
 
 def _cached_name(path: str, seq: int, fingerprint: str) -> str:

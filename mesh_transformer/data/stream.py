@@ -93,8 +93,7 @@ class Walk:
             UserError: the files have changed since the position was stored.
         """
         epoch, place = position["epoch"], position["file"]
-        # positions of older versions have no stamps
-        stamps = {int(at): stamp for at, stamp in position.get("files", {}).items()}
+        stamps = {int(at): stamp for at, stamp in position["files"].items()}
         if max([place, *stamps]) >= len(self._files) or os.path.basename(self._path(epoch, place)) != position["name"]:
             raise UserError(
                 f"the stored data position is in {position['name']}, file {place + 1} of its data set, "
@@ -231,7 +230,7 @@ def resume(stream: Stream, position: Any) -> None:
     if not isinstance(position, dict):
         raise UserError(f"the stored data position cannot be read: {position!r}"[:500])
     whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
-    files = position.get("files", {})
+    files = position.get("files")
     stamped = isinstance(files, dict) and all(
         _PLACE.fullmatch(at) and isinstance(stamp, str) for at, stamp in files.items()
     )

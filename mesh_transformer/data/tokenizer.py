@@ -51,10 +51,6 @@ class Tokenizer(Protocol):
     tool_template: str | None
     special_names: Mapping[str, str]
 
-    @property
-    def former_fingerprint(self) -> str:
-        """The fingerprint that earlier versions stored. It depends on the version of the tokenizers library."""
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The ids of `text`. Names of special tokens become their ids.
 
@@ -110,10 +106,6 @@ class HubTokenizer:
         self.tool_template = None if self.chat_template is None else _chat_template(tokenizer, name, "tool_use")
         self.special_names = tokenizer.special_tokens_map
         self.fingerprint = fingerprint
-
-    @property
-    def former_fingerprint(self) -> str:
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         self._backend.encode_special_tokens = False

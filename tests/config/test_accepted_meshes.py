@@ -1,14 +1,14 @@
-"""Each pipeline that the version before `Decoder.runs` accepted is accepted: tests/golden/one_stack/README.md."""
+"""Each pipeline that the version before `Decoder.runs` accepted is accepted: tests/golden/native/README.md."""
 
 import json
 
 import pytest
-from golden import one_stack
+from golden import native
 from support.families import MODELS
 
 from mesh_transformer.config import parse_config
 
-ACCEPTED = json.loads((one_stack.HERE / "meshes.json").read_text())
+ACCEPTED = json.loads((native.HERE / "meshes.json").read_text())
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -303,23 +303,17 @@ def test_either_batch_size_on_the_command_line_replaces_the_other(override, micr
     assert config.microbatch(config.mesh.shape(2)) == microbatch
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "value"),
-    [
-        ("model.compute_dtype", "compute.dtype", "float32"),
-        ("compute_dtype", "compute.dtype", "float32"),
-        ("model.remat", "compute.remat", "save_attn"),
-        ("model.scan_unroll", "compute.scan_unroll", 3),
-        ("model.logits_mib", "compute.logits_mib", 7),
-    ],
-)
-def test_moved_fields_still_load(old, new, value, caplog):
-    (_, _, old_field), (group, _, field) = old.rpartition("."), new.partition(".")
-    found = [parse_config(GROUPED, [f"{old}={value}"]), parse_config({"model": {**FLAT, old_field: value}})]
+def test_scan_unroll_of_the_group_model_is_read(caplog):
+    """As configs of commit 50565e5 have it."""
+    configs = [
+        parse_config(GROUPED, ["model.scan_unroll=3"]),
+        parse_config({"model": {**FLAT, "scan_unroll": 3}}),
+        parse_config(FLAT, ["model.scan_unroll=3"]),
+        parse_config({"model": {**FLAT, "scan_unroll": 3}, "compute": None}),
+        parse_config({"model": {**FLAT, "scan_unroll": 2}, "compute": {"scan_unroll": 3}}),
+    ]
     assert not caplog.records
-    found.append(parse_config(FLAT, [f"{old}={value}"]))
-    found.append(parse_config({"model": {**FLAT, old_field: value}, "compute": None}))
-    assert [getattr(getattr(config, group), field) for config in found] == [value] * 4
+    assert [config.compute.scan_unroll for config in configs] == [3] * 5
 
 
 def test_too_many_layers_are_refused() -> None:

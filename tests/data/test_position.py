@@ -82,18 +82,6 @@ def test_every_file_of_a_shuffled_window_is_looked_at(dataset):
     train(dataset, **mode).set_state(state)
 
 
-@pytest.mark.parametrize("mode", MODES[::2])
-def test_positions_of_older_versions_are_read(dataset, mode):
-    """They have no stamps: nothing can be compared."""
-    loader = train(dataset, **mode)
-    take(loader, 3)
-    state = loader.get_state()
-    assert state.pop("files")
-    older = train(dataset, **mode)
-    older.set_state(state)
-    assert take(older, 4) == take(loader, 4)
-
-
 def test_files_behind_the_position_may_change(dataset):
     """They are read from their beginning, as they are then; a longer index is a longer data set."""
     loader = train(dataset)

@@ -4,8 +4,7 @@ The checksum is a weighted sum modulo 2**32: the bits of each element as an unsi
 position. Integer addition is associative, so the sum does not depend on the mesh or the chunks, and each device sums
 its own shards. A weight is the product of one pseudo-random odd number per coordinate. Multiplication by an odd number
 is invertible modulo 2**32, so a change of a single element always changes the sum. An exchange of elements, rows or
-layers leaves it unchanged with a probability of about 1e-8. Earlier versions wrote the unweighted sum of the bits,
-which does not detect an exchange; readers still verify it.
+layers leaves it unchanged with a probability of about 1e-8.
 """
 
 import json
@@ -21,14 +20,13 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer.checkpoint.tensors import MAX_DIMENSIONS, MAX_ELEMENTS, DamagedCheckpoint
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.spec import Decoder
 
 DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"),
 }
-# kinds of checksums; a manifest that names no kind has plain checksums
-WEIGHTED, PLAIN = "weighted", "plain"
+# the kind of the checksums, as a manifest names it
+WEIGHTED = "weighted"
 
 
 class TensorSpec(NamedTuple):
@@ -43,15 +41,10 @@ class TensorSpec(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The tensors of a checkpoint by path (`params/wte/w`), the caller's JSON, and the kind of the checksums."""
+    """The tensors of a checkpoint by path (`params/wte/w`), and the caller's JSON."""
 
     tensors: dict[str, TensorSpec]
     extra: dict[str, Any]
-    checksum_kind: str = WEIGHTED
-
-    def checksum(self, part: np.ndarray, start: Sequence[int]) -> int:
-        """The checksum of the part of a tensor that begins at `start`. Checksums of parts add up modulo 2**32."""
-        return array_checksum(part, start if self.checksum_kind == WEIGHTED else None)
 
 
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
@@ -69,7 +62,7 @@ def encode(manifest: Manifest) -> dict[str, Any]:
         TypeError: `extra` holds a value that JSON cannot represent.
     """
     tensors = {name: list(spec) for name, spec in manifest.tensors.items()}
-    body = {"tensors": tensors, "extra": manifest.extra, "checksums": manifest.checksum_kind}
+    body = {"tensors": tensors, "extra": manifest.extra, "checksums": WEIGHTED}
     # as a reader parses it: tuples become lists, keys become strings
     body = json.loads(json.dumps(body))
     return {"crc32": _crc(body), "body": body}
@@ -85,14 +78,14 @@ def decode(document: Any) -> Manifest:
         body, crc = document["body"], document["crc32"]
         if crc != _crc(body):
             raise DamagedCheckpoint("the manifest's CRC is wrong")
-        tensors, extra, kind = body["tensors"], body["extra"], body.get("checksums", PLAIN)
+        tensors, extra, kind = body["tensors"], body["extra"], body.get("checksums")
         if not (isinstance(tensors, dict) and isinstance(extra, dict)):
             raise DamagedCheckpoint("the manifest's tensors or extra is not a JSON object")
-        if kind not in (WEIGHTED, PLAIN):
+        if kind != WEIGHTED:
             raise DamagedCheckpoint(
-                f"the manifest's checksums are of kind {kind!r:.60}: a newer version may have written it"
+                f"the manifest's checksums are of kind {kind!r:.60}: another version may have written it"
             )
-        return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra, kind)
+        return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the manifest is not one of this program: {error!r}") from error
 
@@ -167,14 +160,12 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def array_checksum(array: np.ndarray, start: Sequence[int] | None) -> int:
-    """The weighted checksum of the part of a tensor that begins at `start`; with `start` None, the plain checksum."""
+def array_checksum(array: np.ndarray, start: Sequence[int]) -> int:
+    """The checksum of the part of a tensor that begins at `start`. Checksums of parts add up modulo 2**32."""
     if array.dtype == np.bool_:
         array = array.view(np.uint8)
     words = np.asarray(array, order="C")[..., None].view(_word_dtype(array.dtype))
     total = words.sum(-1, dtype=np.uint32) if array.dtype.itemsize > 4 else words[..., 0]
-    if start is None:
-        return int(total.sum(dtype=np.uint32))
     # In float32 values with few mantissa bits the low bits are zero, but only low bits affect all bits of the sum.
     total = total ^ (total >> 16)
     for dimension in reversed(range(array.ndim)):
@@ -230,46 +221,3 @@ def _weighted_sum(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
     for dimension, factors in enumerate(weights):
         total *= jax.lax.broadcast_in_dim(factors, x.shape, [dimension])
     return jnp.sum(total, dtype=jnp.uint32)
-
-
-class StoredRows(NamedTuple):
-    """Where the rows of a tensor are: in a stored tensor, from its row `first` on."""
-
-    stored: str
-    first: int = 0
-
-
-def find_rows(tensors: Mapping[str, TensorSpec], decoder: Decoder | None) -> dict[str, tuple[StoredRows, TensorSpec]]:
-    """The tensors that a file offers, by name: the stored tensors, with each earlier stack cut into the decoder's runs.
-
-    In files of earlier versions a parameter has one stack, over all layers that have it: `params/blocks/attention/q/w`.
-    Now a model with several runs of layers has a stack for each run: `params/blocks/0/attention/q/w`,
-    `params/blocks/1/attention/q/w`. The stack of a run is consecutive rows of the earlier stack.
-
-    The spec of a part has the checksum of the whole stack. A stack whose number of rows does not fit the decoder stays
-    whole.
-
-    Args:
-        decoder: the model to read; None: all tensors as they are stored.
-    """
-    return {
-        name: (rows, spec) for stored, whole in tensors.items() for name, rows, spec in _parts(stored, whole, decoder)
-    }
-
-
-def _parts(stored: str, spec: TensorSpec, decoder: Decoder | None) -> list[tuple[str, StoredRows, TensorSpec]]:
-    prefix, blocks, inside = stored.partition("/blocks/")
-    whole = [(stored, StoredRows(stored), spec)]
-    # the name of a run's stack begins with the number of the run
-    if decoder is None or not blocks or inside.partition("/")[0].isdecimal():
-        return whole
-    stacks = decoder.stacks.get(inside, [])
-    if spec.shape[:1] != (sum(len(layers) for _, layers in stacks),):
-        return whole
-    parts, first = [], 0
-    for path, layers in stacks:
-        parts.append(
-            (f"{prefix}/blocks/{path}", StoredRows(stored, first), spec._replace(shape=(len(layers), *spec.shape[1:])))
-        )
-        first += len(layers)
-    return parts

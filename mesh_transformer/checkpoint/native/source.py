@@ -10,7 +10,6 @@ import json
 import math
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,22 +19,14 @@ import tensorstore as ts
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.native import manifest as manifests
-from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec, find_rows
+from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
 from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, Index, TensorInfo
 from mesh_transformer.errors import UserError
-from mesh_transformer.spec import Decoder
 
 COMMIT_MARKER = "commit_success.txt"
 # prefix of the names of an optimizer's slots and counts, as in `train.step.TrainState`
 OPTIMIZER = "opt_state/"
 COUNT, SCHEDULE = f"{OPTIMIZER}count", f"{OPTIMIZER}schedule"
-# the first versions stored Adam's state by its position in an optax chain
-OLD_NAMES = {
-    "opt_state/1/mu/": f"{OPTIMIZER}mu/",
-    "opt_state/1/nu/": f"{OPTIMIZER}nu/",
-    "opt_state/1/count": COUNT,
-    "opt_state/3/count": SCHEDULE,
-}
 # small, so that a reader of the slice for one of many devices reads few other bytes
 CHUNK_BYTES = 2 << 20
 # read at a time by a writer: the rows of one row of chunks
@@ -54,25 +45,17 @@ class NativeSource:
     """One native step folder, local or `gs://`, as a `TensorSource`.
 
     The first `read` of a tensor reads all of it and compares its checksum; later calls read only the chunks they need.
-    `manifest` lists the tensors that `decoder` has. In a file of an earlier version they may be rows of stored tensors.
     """
 
-    def __init__(self, folder: str, decoder: Decoder | None = None):
+    def __init__(self, folder: str):
         """Open the folder and read its manifest.
-
-        Args:
-            decoder: the model to read; None: the tensors have the names under which they are stored.
 
         Raises:
             DamagedCheckpoint: the manifest is damaged.
             UserError: the folder does not exist.
         """
-        self.where, self._file = folder, read_manifest(folder)
-        offered = find_rows(self._file.tensors, decoder)
-        self.manifest = self._file._replace(tensors={name: spec for name, (_, spec) in offered.items()})
+        self.where, self.manifest = folder, read_manifest(folder)
         self.extra = self.manifest.extra
-        # by the name in `manifest`
-        self._rows = {name: rows for name, (rows, _) in offered.items()}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
         # the name in the manifest by the name of a `TensorSource`
@@ -101,7 +84,7 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: the bytes are missing or damaged.
         """
-        stored, index = self._place(name, index)
+        stored = self._listed.get(name, name)
         return self._read(stored, index, verify=stored not in self._verified)
 
     def read_stored(self, name: str, index: Index) -> np.ndarray:
@@ -113,38 +96,19 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: the bytes are missing or unreadable.
         """
-        return self._read(*self._place(name, index), verify=False)
+        return self._read(self._listed.get(name, name), index, verify=False)
 
     def checksum(self, name: str, part: np.ndarray, start: Sequence[int]) -> int:
         """What a part of a tensor, whose first index is `start`, adds to the checksum in `verify`."""
-        first = self._rows[self._listed.get(name, name)].first
-        return self._file.checksum(part, [start[0] + first, *start[1:]] if first else start)
+        return manifests.array_checksum(part, start)
 
     def verify(self, sums: Mapping[str, int]) -> None:
         """Compare the checksums of tensors that were read, by their names in `tensors` or in the manifest.
 
-        A stored tensor that was read in part is read again, as a whole.
-
         Raises:
             DamagedCheckpoint: a checksum is wrong.
         """
-        read = {self._listed.get(name, name): value for name, value in sums.items()}
-        totals: dict[str, int] = defaultdict(int)
-        for name, value in read.items():
-            totals[self._rows[name].stored] += value
-        for stored in sorted({rows.stored for name, rows in self._rows.items() if name not in read} & totals.keys()):
-            self._read(stored, (slice(None),) * len(self._file.tensors[stored].shape), verify=True)
-            del totals[stored]
-        manifests.verify(self._file, {stored: value % 2**32 for stored, value in totals.items()})
-
-    def _place(self, name: str, index: Index) -> tuple[str, Index]:
-        """The stored tensor that has a slice, and the slice in it."""
-        listed = self._listed.get(name, name)
-        stored, first = self._rows[listed]
-        if not first and self.manifest.tensors[listed].shape == self._file.tensors[stored].shape:
-            return stored, index
-        start, stop, _ = index[0].indices(self.manifest.tensors[listed].shape[0])
-        return stored, (slice(first + start, first + stop), *index[1:])
+        manifests.verify(self.manifest, {self._listed.get(name, name): value % 2**32 for name, value in sums.items()})
 
     def _read(self, stored: str, index: Index, *, verify: bool) -> np.ndarray:
         array, checksum = self._array(stored), 0
@@ -152,18 +116,18 @@ class NativeSource:
         out = np.empty([len(part) for part in ranges], array.dtype.numpy_dtype)
         for block, values in self._read_blocks(stored, array, list(map(range, array.shape)) if verify else ranges):
             if verify:
-                checksum += self._file.checksum(values, [part.start for part in block])
+                checksum += manifests.array_checksum(values, [part.start for part in block])
             _copy_overlap(out, ranges, block, values)
-        if verify and checksum % 2**32 != self._file.tensors[stored].checksum:
+        if verify and checksum % 2**32 != self.manifest.tensors[stored].checksum:
             raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")
         if verify:
             self._verified.add(stored)
         return out
 
     def _count(self, name: str) -> int | None:
-        if name not in self._file.tensors:
+        if name not in self.manifest.tensors:
             return None
-        spec = self._file.tensors[name]
+        spec = self.manifest.tensors[name]
         if spec.shape or not np.issubdtype(np.dtype(spec.dtype), np.integer):
             raise DamagedCheckpoint(f"{self.where}: {name}: expected a whole number, found {spec}")
         count = int(self._read(name, (), verify=True))
@@ -190,7 +154,7 @@ class NativeSource:
                     raise DamagedCheckpoint("the folder `state` does not hold it")
                 spec = {"driver": "zarr", "kvstore": {**self._base, "path": f"{self._keys[stored]}/"}}
                 array = ts.open(spec, open=True, context=self._context).result()
-                _check(array, self._file.tensors[stored])
+                _check(array, self.manifest.tensors[stored])
                 self._open_arrays[stored] = array
             return self._open_arrays[stored]
 
@@ -207,11 +171,11 @@ class NativeSource:
         store = ts.KvStore.open(self._base, context=self._context).result()
         keys = [key.decode() for key in store.list().result()]
         arrays = [key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")]
-        return {_renamed(key.replace(".", "/")): key for key in arrays}
+        return {key.replace(".", "/"): key for key in arrays}
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a step folder, with current names.
+    """The manifest of a step folder.
 
     Raises:
         DamagedCheckpoint: the manifest is damaged or in an unknown format.
@@ -222,8 +186,7 @@ def read_manifest(folder: str) -> Manifest:
     if size > MAX_MANIFEST_BYTES:
         raise DamagedCheckpoint(f"the manifest of {folder} has {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
     try:
-        manifest = manifests.decode(json.loads(files.read_range(path, 0, size)))
-        return manifest._replace(tensors={_renamed(name): spec for name, spec in manifest.tensors.items()})
+        return manifests.decode(json.loads(files.read_range(path, 0, size)))
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -266,14 +229,6 @@ def _copy_overlap(out: np.ndarray, ranges: Sequence[range], block: Index, values
         target = tuple(slice(o.start - r.start, o.stop - r.start) for o, r in zip(overlap, ranges, strict=True))
         source = tuple(slice(o.start - b.start, o.stop - b.start) for o, b in zip(overlap, block, strict=True))
         out[target] = values[source]
-
-
-def _renamed(stored: str) -> str:
-    """The current name of a tensor in a file of any version."""
-    for old, current in OLD_NAMES.items():
-        if stored.startswith(old):
-            return current + stored.removeprefix(old)
-    return stored
 
 
 def _tensor_name(stored: str) -> str:

@@ -76,17 +76,8 @@ class AnswerCache:
             raise UserError(f"--cache {path} cannot be used ({error}): give the path of a new file") from error
 
     def use_model(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
-        """Find and store the answers of this model from now on. Answers that earlier versions stored are found too."""
-        identity = [fingerprint(params), repr(model)]
-        self._model = _digest([*identity, tokenizer.fingerprint])
-        if (
-            self._database is None
-            or self._database.execute("SELECT 1 FROM answers WHERE model = ? LIMIT 1", (self._model,)).fetchone()
-        ):
-            return
-        former = _digest([*identity, tokenizer.former_fingerprint])
-        self._database.execute("UPDATE answers SET model = ? WHERE model = ?", (self._model, former))
-        self._database.commit()
+        """Find and store the answers of this model from now on."""
+        self._model = _digest([fingerprint(params), repr(model), tokenizer.fingerprint])
 
     def find(self, requests: Sequence[Any]) -> dict[int, Answer]:
         """The cached answers by the index of their request. All processes get the same answers."""

@@ -20,7 +20,6 @@ from mesh_transformer.checkpoint.open import (
 from mesh_transformer.checkpoint.origin import Origin, read_origin
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
-from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.data.mixture import position_at
 from mesh_transformer.data.stamps import RESTART
@@ -153,7 +152,7 @@ def _changes(extra: dict[str, Any], session: Session) -> list[str]:
     """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`, and the axes of
     the mesh of all devices, which the config may leave open."""
     recorded, mesh = extra.get("config"), extra.get("mesh")
-    before, now = moved(recorded if isinstance(recorded, dict) else {}), session.config.model_dump(mode="json")
+    before, now = dict(recorded) if isinstance(recorded, dict) else {}, session.config.model_dump(mode="json")
     if isinstance(before.get("mesh"), dict) and isinstance(mesh, dict):
         before, now["mesh"] = {**before, "mesh": {**before["mesh"], **mesh}}, {**now["mesh"], **session.shape}
     if isinstance(before.get("optimizer"), dict):

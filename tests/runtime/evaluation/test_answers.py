@@ -1,16 +1,10 @@
 """The answer cache returns a result only for the same weights and the same request."""
 
-import contextlib
-import hashlib
-import json
-import sqlite3
-
 import jax
 import numpy as np
 import pytest
 from support import hf_folders as hf
 from support.evaluated import gpt2_model, harness_requests, ours
-from transformers import GPT2TokenizerFast
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
@@ -43,23 +37,6 @@ def test_what_was_answered_is_not_computed_again(tokenizer, tmp_path):
     assert not again._engines
     assert lm.loglikelihood([*PAIRS, *harness_requests(("The", " end"))])[:3] == scores
     assert again.counts.queries == 1
-
-
-def test_answers_that_an_earlier_version_stored(tokenizer, tmp_path, texts):
-    """It named the model by a hash of the tokenizer as the library writes it, not of the tokenizer's files."""
-    path = tmp_path / "answers"
-    made, lm = run(tokenizer, path)
-    scores = lm.loglikelihood(PAIRS)
-    written = GPT2TokenizerFast.from_pretrained(str(texts / "gpt2_tokenizer")).backend_tokenizer.to_str()
-    identity = [fingerprint(made._weights), repr(made._model), hashlib.sha256(written.encode()).hexdigest()]
-    former = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        assert database.execute("SELECT count(*) FROM answers WHERE model != ?", (former,)).fetchone() == (3,)
-        database.execute("UPDATE answers SET model = ?", (former,))
-        database.commit()
-    again, lm = run(tokenizer, path)
-    assert lm.loglikelihood(PAIRS) == scores
-    assert again.counts.queries == 0
 
 
 def test_other_weights_have_other_answers(tokenizer, tmp_path):

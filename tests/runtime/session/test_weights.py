@@ -92,7 +92,7 @@ def test_a_decoder_is_never_on_the_devices_twice(
         return read(self, name, index)
 
     monkeypatch.setattr(NativeSource, "read_stored", watched)
-    half = Session.open(parse_config({**TINY, "mesh": {"tp": 4}}, ["model.compute_dtype=bfloat16"]))
+    half = Session.open(parse_config({**TINY, "mesh": {"tp": 4}}, ["compute.dtype=bfloat16"]))
     found = read_params(half, str(step), for_decode=True)
     assert len(held) > 3 * TINY["model"]["layers"]
     assert max(held) <= weights + largest

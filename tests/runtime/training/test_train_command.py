@@ -97,7 +97,7 @@ def test_a_finished_run_does_nothing_more(trained):
 
 
 def test_a_resume_logs_changed_options(trained):
-    changes = ["optimizer.lr=0.02", "data.val_every=6", "model.remat=full", "checkpoint.ckpt_every=7"]
+    changes = ["optimizer.lr=0.02", "data.val_every=6", "compute.remat=full", "checkpoint.ckpt_every=7"]
     sets = [part for change in changes for part in ("--set", change)]
     recorded = read_manifest(str(trained / "run/step_12")).extra["provenance"]
     assert recorded["resolved"]["data.packing"] == "concat"

@@ -1,7 +1,4 @@
-"""Checkpoints of the version with one stack for each parameter: tests/golden/one_stack/README.md.
-
-They are read by the names of this version, resumed, sampled and converted.
-"""
+"""Checkpoints that commit 50565e5 wrote are read, resumed, sampled and converted: tests/golden/native/README.md."""
 
 import hashlib
 import json
@@ -11,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from golden import one_stack
+from golden import native
 from support.builders import program
 from support.covering import covering
 from support.engines import complete, engine_of
@@ -26,7 +23,6 @@ from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.spec import Decoder
 
 # 5 layers, dense and with experts in turn; and two dense layers before two with experts
 DAILY = ["gpt_neo", "qwen2", "gemma2", "qwen2_moe", "deepseek_v3"]
@@ -40,37 +36,18 @@ def restored(run: Any, folder: Path) -> Checkpoint:
     return found
 
 
-def in_one_stack(arrays: dict[str, Any], names: list[str], decoder: Decoder) -> dict[str, np.ndarray]:
-    """The arrays by their earlier names, each with the rows of all layers in ascending order."""
-    found = {}
-    for name in names:
-        prefix, stacked, inside = name.partition("/blocks/")
-        stacks = decoder.stacks.get(inside, []) if stacked else []
-        if not stacks:
-            found[name] = np.asarray(arrays[name])
-            continue
-        rows = {
-            layer: row
-            for path, layers in stacks
-            for layer, row in zip(layers, np.asarray(arrays[f"{prefix}/blocks/{path}"]), strict=True)
-        }
-        found[name] = np.stack([rows[layer] for layer in sorted(rows)])
-    return found
+def hashes(arrays: dict[str, Any]) -> dict[str, str]:
+    return {name: hashlib.sha256(np.asarray(array).tobytes()).hexdigest()[:16] for name, array in arrays.items()}
 
 
-def hashes(arrays: dict[str, np.ndarray]) -> dict[str, str]:
-    return {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()}
-
-
-@pytest.mark.parametrize(("family", "optimizer"), covering(one_stack.MODELS, one_stack.OPTIMIZERS))
+@pytest.mark.parametrize(("family", "optimizer"), covering(native.MODELS, native.OPTIMIZERS))
 def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> None:
-    """Each row of each array, through all readers, and from a copy in the format of this version."""
-    expected = one_stack.unpack(family, optimizer, tmp_path)
-    run, names = program(expected["config"]), list(expected["arrays"])
-    decoder = run.model.decoder
+    """Through all readers, and from a copy that this version writes."""
+    expected = native.unpack(family, optimizer, tmp_path)
+    run = program(expected["config"])
     state = restored(run, tmp_path).state
     arrays = flatten(state)
-    assert hashes(in_one_stack(arrays, names, decoder)) == expected["arrays"]
+    assert hashes(arrays) == expected["arrays"]
     step = str(tmp_path / "step_2")
     source = open_source(step, run.config.model)
     assert source.counts == Counts(2, 2, 2)
@@ -88,10 +65,10 @@ def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> Non
 
 @pytest.mark.parametrize(
     ("family", "optimizer"),
-    covering(one_stack.MODELS, one_stack.OPTIMIZERS, daily=(DAILY, one_stack.OPTIMIZERS)),
+    covering(native.MODELS, native.OPTIMIZERS, daily=(DAILY, native.OPTIMIZERS)),
 )
 def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
-    expected = one_stack.unpack(family, optimizer, tmp_path)
+    expected = native.unpack(family, optimizer, tmp_path)
     run, found = program(expected["config"]), []
     state = restored(run, tmp_path).state
     for batch in np.array(expected["tokens"], np.int32):
@@ -107,10 +84,10 @@ def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("family", covering(one_stack.MODELS, daily=(DAILY,)))
+@pytest.mark.parametrize("family", covering(native.MODELS, daily=(DAILY,)))
 def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
     """With stacked parameters on two devices, and with packed layers as on a CPU."""
-    expected = one_stack.unpack(family, "adam", tmp_path)
+    expected = native.unpack(family, "adam", tmp_path)
     source = open_source(str(tmp_path / "step_2"), program(expected["config"]).config.model)
     request = (expected["prompt"], SamplingParams(max_tokens=8, temperature=0))
     for fsdp in (2, 1):
@@ -130,8 +107,8 @@ def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", covering(MIXED))
 def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
-    """transformers computes the logits of the earlier version."""
-    expected = one_stack.unpack(family, "adam", tmp_path)
+    """transformers computes the logits of the version that wrote it."""
+    expected = native.unpack(family, "adam", tmp_path)
     model = program(expected["config"]).config.model
     write_hf(open_source(str(tmp_path), model), model, str(tmp_path / "hf"))
     logits = transformers_logits(tmp_path / "hf", np.array([expected["prompt"]]))[0, -1]
@@ -140,10 +117,10 @@ def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    covering(one_stack.MODELS, one_stack.MESHES, daily=(DAILY, one_stack.MESHES)),
+    covering(native.MODELS, native.MESHES, daily=(DAILY, native.MESHES)),
 )
 def test_losses_of_a_run(family: str, mesh: str) -> None:
-    """float32 sums in another order, on another processor. A mesh that the earlier version refused is not recorded."""
-    recorded = json.loads((one_stack.HERE / "losses.json").read_text())[family]
+    """float32 sums in another order, on another processor. A mesh that 50565e5 refuses is not recorded."""
+    recorded = json.loads((native.HERE / "losses.json").read_text())[family]
     expected = recorded.get(mesh, recorded["one device"])
-    np.testing.assert_allclose(one_stack.losses(family, mesh), expected, rtol=2e-6, atol=0)
+    np.testing.assert_allclose(native.losses(family, mesh), expected, rtol=2e-6, atol=0)

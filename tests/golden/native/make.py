@@ -1,7 +1,7 @@
 """Writes the files of this folder, with the program of the commit that README.md names. In a checkout of it:
 
     export XLA_FLAGS=--xla_force_host_platform_device_count=8
-    PYTHONPATH=$PWD:TESTS python -m golden.one_stack.make [checkpoints] [losses]
+    PYTHONPATH=$PWD:TESTS python -m golden.native.make [checkpoints] [losses]
 
 TESTS is the folder `tests` of this version. Without arguments all files are written.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from support.builders import program
 from support.engines import complete, engine_of
 
-from golden.one_stack import HERE, MODELS, OPTIMIZERS, config_of, losses, meshes_of
+from golden.native import HERE, MODELS, OPTIMIZERS, config_of, losses, meshes_of
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.infer.requests import SamplingParams
