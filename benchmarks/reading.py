@@ -45,13 +45,13 @@ def in_order(arguments: argparse.Namespace) -> dict[str, Any]:
 def at_random(arguments: argparse.Namespace) -> dict[str, Any]:
     """The rate of a mixture of two sources, each with half of the files, in a child process."""
     from mesh_transformer.config.mixture import TrainSource
-    from mesh_transformer.data.mixture_loader import make_mixture_loader
+    from mesh_transformer.data.loader import make_train_loader
 
     weights = {"a": {0: 0.7}, "b": {0: 0.3}}
     sources = {
         name: TrainSource(set=f"{arguments.folder}/{name}.index", weight=weight) for name, weight in weights.items()
     }
-    return _measured(arguments, make_mixture_loader(sources, **_options(arguments)))
+    return _measured(arguments, make_train_loader(sources, shuffle="whole", **_options(arguments)))
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

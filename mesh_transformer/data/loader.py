@@ -1,31 +1,37 @@
 """Batches of token sequences for training and validation, read ahead by a Grain thread.
 
-Every host reads the whole stream and decodes only its own rows. The state of a loader is the position of the stream
-(`stream.py`). Importing this module imports Grain and JAX.
+In the order of its files, every host reads the whole stream and decodes only its own rows; of a mixture, or of a set
+that is shuffled as a whole, it reads only its own rows. The state of a loader is the position of its `StepReader`.
+Importing this module imports Grain and JAX.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import grain
+import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
+from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.data.batching import Batching, Packing
+from mesh_transformer.data.mixture import Mixture
 from mesh_transformer.data.prepare import cached_records
-from mesh_transformer.data.records import Record, RecordReader
+from mesh_transformer.data.record_set import RecordSet
+from mesh_transformer.data.records import RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
-from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
+from mesh_transformer.data.step_readers import MixtureReader, StepReader, StreamReader
+from mesh_transformer.data.stream import Ordered, Shuffled
 from mesh_transformer.data.text_counts import TextCounts, counts_of_cached, counts_of_index
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.sequences import Sequences
 
-_log = logging.getLogger(__name__)
+# the name in the order and the position of a single set
+SINGLE = "train"
 
 
 class Loader(Iterator[Sequences], Protocol):
-    """An endless iterator of batches whose position can be stored."""
+    """An iterator of batches whose position can be stored."""
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch: JSON values, the same on every host."""
@@ -54,13 +60,13 @@ class Batches(Protocol):
 
 
 def make_train_loader(
-    source: str,
+    train_set: str | Mapping[str, TrainSource],
     *,
     seq: int,
     batch: int,
     rows: Sequence[int],
     accumulation: int = 1,
-    shuffle: bool = False,
+    shuffle: bool | Literal["whole"] = False,
     shuffle_window: int = 16384,
     seed: int = 0,
     batch_across_files: bool = False,
@@ -69,33 +75,50 @@ def make_train_loader(
     tokenizer: str | None = None,
     prefetch: int = 2,
 ) -> Loader:
-    """An endless iterator of training batches: `Sequences` (accumulation, rows, seq + 1).
+    """An iterator of training batches: `Sequences` (accumulation, rows, seq + 1). It ends where a mixture ends.
 
     Args:
-        source: an index file, a .tfrecords file or a .txt file; a path, gs:// or a name under data/.
+        train_set: an index file, a .tfrecords file or a .txt file; a path, gs:// or a name under data/. Or the sources
+            of a mixture, whose batches have `Sequences.sources`.
         seq: tokens of a sequence; records hold one more.
         batch: sequences of one microbatch on all hosts.
         rows: the rows of 0..batch - 1 that this host takes, ascending.
         accumulation: microbatches of a step.
-        shuffle: permute files and records by `seed` within `shuffle_window`; batches then span files.
-        batch_across_files: without shuffling, fill a batch from the next file or epoch where a file ends.
+        shuffle: True: permute files and records by `seed` within `shuffle_window`; batches then span files. "whole":
+            each pass over a source is a permutation of its records by `seed`. False: the order of the files.
+        batch_across_files: with one set and without shuffling, fill a batch from the next file or epoch where a file
+            ends.
         n_vocab: upper bound of tokens; None: not checked.
         packing: see `data.packing`.
         tokenizer: for .txt sources, see `load_tokenizer`.
         prefetch: steps read ahead.
 
     Raises:
-        UserError: a file is missing, or its first record does not hold seq + 1 tokens. `next` raises it for
-            a damaged record, and if a whole pass fills no batch.
+        UserError: a file is missing, or the first record of a source does not hold seq + 1 tokens; or a file that is
+            not read in order is compressed or damaged. `next` raises it for a damaged record, and if a whole pass fills
+            no batch.
     """
-    path = find_source(source)
-    files, shape = _open(path, Batching(seq, accumulation, batch, tuple(rows), n_vocab, packing), tokenizer)
+    shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab, packing)
+    if isinstance(train_set, str) and shuffle != "whole":
+        source = train_set
+        files, shape = _open_files(find_source(source), shape, tokenizer)
 
-    def begin() -> _BatchIterator:
-        stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
-        return _BatchIterator(stream, shape, len(files), source)
+        def begin() -> _StepIterator:
+            stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
+            return _StepIterator(StreamReader(stream, shape, len(files), source), shape)
 
-    return iter(ThreadPrefetchIterDataset(StepSet(begin), prefetch_buffer_size=prefetch))
+        return iter(ThreadPrefetchIterDataset(_StepSet(begin), prefetch_buffer_size=prefetch))
+    single = isinstance(train_set, str)
+    sources = {SINGLE: TrainSource(set=train_set, weight={0: 1.0})} if isinstance(train_set, str) else dict(train_set)
+    sets = {name: _open_set(sources[name].set, shape, tokenizer) for name in sorted(sources)}
+    shape = shape.fitted([records.read([0])[0] for records in sets.values()])
+
+    def begin_mixture() -> _StepIterator:
+        sizes = {name: len(records) for name, records in sets.items()}
+        mixture = Mixture(sources, sizes, seed if shuffle else None, shape.records)
+        return _StepIterator(MixtureReader(mixture, sets, shape, single), shape)
+
+    return iter(ThreadPrefetchIterDataset(_StepSet(begin_mixture), prefetch_buffer_size=prefetch))
 
 
 def make_val_loader(
@@ -116,13 +139,14 @@ def make_val_loader(
     file, otherwise never. Arguments and errors as in `make_train_loader`.
     """
     path = find_source(source)
-    files, shape = _open(path, Batching(seq, 1, batch, tuple(rows), n_vocab, packing), tokenizer)
+    files, shape = _open_files(path, Batching(seq, 1, batch, tuple(rows), n_vocab, packing), tokenizer)
     counts = counts_of_cached(files[0]) if is_text(path) else counts_of_index(path)
 
-    def begin() -> _BatchIterator:
-        return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
+    def begin() -> _StepIterator:
+        stream = Ordered(files, across_files=False)
+        return _StepIterator(StreamReader(stream, shape, len(files), source, repeat), shape)
 
-    batches = StepSet(begin).map(lambda microbatches: microbatches.map(lambda array: array[0]))
+    batches = _StepSet(begin).map(lambda microbatches: microbatches.map(lambda array: array[0]))
     return _Counted(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch), counts)
 
 
@@ -137,7 +161,7 @@ class _Counted:
         return iter(self.batches)
 
 
-def files_of(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
+def _record_files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
     """The record files of a source: those of an index, or the cached one of a text."""
     if not is_text(path):
         return record_files(path)
@@ -145,91 +169,64 @@ def files_of(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ..
     return (cached_records(path, shape.seq, tokenizer, shape.n_vocab if shape.rows[0] == 0 else None),)
 
 
-def _open(path: str, shape: Batching, tokenizer: str | None) -> tuple[tuple[str, ...], Batching]:
+def _open_files(path: str, shape: Batching, tokenizer: str | None) -> tuple[tuple[str, ...], Batching]:
     """The record files of a source, and the form of its batches. Checks the first record."""
-    files = files_of(path, shape, tokenizer)
+    files = _record_files(path, shape, tokenizer)
     for file in files:
         with RecordReader(file) as reader:
             record = reader.read()
         if record is not None:
             return files, shape.fitted([record])
-    raise UserError(f"{path}: no record in {plural(len(files), 'record file')}: make the data again")
+    raise _no_record(path, len(files))
 
 
-class _BatchIterator(grain.DatasetIterator):
-    """The batches of a stream."""
+def _open_set(source: str, shape: Batching, tokenizer: str | None) -> RecordSet:
+    """The records of a source, to be read from any place."""
+    path = find_source(source)
+    records = RecordSet(_record_files(path, shape, tokenizer))
+    if not len(records):
+        raise _no_record(path, len(records.files))
+    return records
 
-    def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool = True):
+
+def _no_record(path: str, n_files: int) -> UserError:
+    return UserError(f"{path}: no record in {plural(n_files, 'record file')}: make the data again")
+
+
+class _StepIterator(grain.DatasetIterator):
+    """The batches of a reader."""
+
+    def __init__(self, reader: StepReader, shape: Batching):
         super().__init__()
-        self._stream, self._shape, self._n_files = stream, shape, n_files
-        self._source, self._repeat = source, repeat
-        self._first_epoch = stream.epoch
-        # records left over at the end of each file since the last batch
-        self._dropped: list[int] = []
-        self._drop_logged, self._yielded_a_batch = False, False
+        self._reader, self._shape = reader, shape
 
     def __next__(self) -> Sequences:
-        shape, rows = self._shape, frozenset(self._shape.rows)
-        records: list[Record] = []
-        filled = 0
-        while filled < shape.records:
-            mine = filled % shape.batch in rows
-            record = self._stream.draw(mine)
-            if record is None:
-                self._drop(filled)
-                records, filled = [], 0
-                continue
-            if mine:
-                records.append(record)
-            filled += 1
-        self._dropped.clear()
-        self._yielded_a_batch = True
-        return shape.sequences(records)
+        step = self._reader.next_step()
+        if step is None:
+            raise StopIteration
+        batch = self._shape.sequences(step.records)
+        if step.sources is None:
+            return batch
+        sources = np.array(step.sources, np.int32)
+        return batch._replace(sources=sources.reshape(self._shape.accumulation, len(self._shape.rows)))
 
     def get_state(self) -> dict[str, Any]:
-        return stored_position(self._stream)
+        return self._reader.position()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        resume(self._stream, state)
-        self._dropped.clear()
+        self._reader.go_to(state)
 
     def close(self) -> None:
         super().close()
-        self._stream.close()
-
-    def _drop(self, records: int) -> None:
-        """Note that a file ended with `records` that fill no step."""
-        self._dropped.append(records)
-        at_end = not self._repeat and self._stream.epoch > self._first_epoch
-        if len(self._dropped) > self._n_files or (at_end and not self._yielded_a_batch):
-            raise UserError(self._too_few())
-        if records and not self._drop_logged:
-            self._drop_logged = True
-            _log.info(
-                "%s: dropped the last %s of a file, because a step takes %d; later files are cut likewise",
-                *(self._source, plural(records, "record"), self._shape.records),
-            )
-        if at_end:
-            raise StopIteration
-
-    def _too_few(self) -> str:
-        s, training = self._shape, self._repeat
-        return (
-            f"{self._source}: a whole pass fills no batch: {plural(self._n_files, 'record file')}, the longest with "
-            f"{plural(max(self._dropped), 'record')}, and a step takes {s.records} (batch {s.batch} x {s.accumulation} "
-            f"microbatches) from one file: "
-            + ("set data.batch_across_files, lower " if training else "lower ")
-            + "the batch (data.per_replica_batch, optimizer.gradient_accumulation_steps, "
-            "data.val_batch_multiplier) or add data"
-        )
+        self._reader.close()
 
 
-class StepSet(grain.IterDataset):
-    """A Grain data set of steps (accumulation, rows, seq + 1). `make` begins an iterator."""
+class _StepSet(grain.IterDataset):
+    """A Grain data set of steps (accumulation, rows, seq + 1). `begin` makes an iterator."""
 
-    def __init__(self, make: Callable[[], grain.DatasetIterator]):
+    def __init__(self, begin: Callable[[], grain.DatasetIterator]):
         super().__init__()
-        self._make = make
+        self._begin = begin
 
     def __iter__(self) -> grain.DatasetIterator:
-        return self._make()
+        return self._begin()

@@ -139,7 +139,7 @@ def _memory(step: StepSizes, fused: float | None) -> dict[str, float]:
         "sums of gradients": step.sum_elements * FLOAT32_BYTES if step.accumulation > 1 else 0.0,
         "kept activations": sum(layer.count * _kept_bytes(layer, _share(layer, fused)) for layer in step.layers),
     }
-    gathers = step.split.parts("embed") > 1 and not per_step
+    gathers = step.parts("embed") > 1 and not per_step
     live = max(_live_bytes(layer, _share(layer, fused)) + (layer.weights if gathers else 0.0) for layer in step.layers)
     backward = {**always, "gradients": weights, "one layer": live}
     # the loss of a chunk of the positions, with the head's gradient in float32
@@ -171,7 +171,7 @@ def _kept_bytes(layer: LayerSizes, fused: float | None) -> float:
         return sum(layer.kept[name] for name in KEPT[step.remat])
     weights = 0.0 if fused is not None else layer.logits * step.item_bytes
     norms = layer.norms * KEPT_OF_NORM * step.residual
-    hidden = (KEPT_OF_HIDDEN_FSDP if step.split.parts("embed") > 1 else KEPT_OF_HIDDEN) * layer.hidden
+    hidden = (KEPT_OF_HIDDEN_FSDP if step.parts("embed") > 1 else KEPT_OF_HIDDEN) * layer.hidden
     return layer.kept["block_in"] + layer.kept["qkv"] + layer.kept["attn_out"] + hidden + norms + weights
 
 
@@ -215,7 +215,7 @@ def _products(layer: LayerSizes, rates: Rates) -> float:
         hidden, ff_out = hidden + more * of_experts[0], ff_out + more * of_experts[1]
     recomputed = again.qkv * qkv + again.out * out + again.hidden * hidden + again.ff_out * ff_out
     columns = 3 * (qkv + out + hidden + ff_out) + recomputed
-    return 2 * step.rows * step.split.width * columns / rates.products
+    return 2 * step.rows * step.width * columns / rates.products
 
 
 def _attention(layer: LayerSizes, rates: Rates, fused: float | None) -> float:
@@ -251,5 +251,5 @@ def _passes(layer: LayerSizes, fused: float | None) -> float:
 
 def _head(step: StepSizes, rates: Rates) -> float:
     """The products with the head's matrix, and the loss."""
-    columns = step.split.decoder.padded_vocab / step.split.parts("vocab")
-    return 6 * step.rows * step.split.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes
+    columns = step.decoder.padded_vocab / step.parts("vocab")
+    return 6 * step.rows * step.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes

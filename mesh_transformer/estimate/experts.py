@@ -30,7 +30,7 @@ def rows_bytes(layer: LayerSizes) -> float:
     experts, step = experts_of(layer), layer.step
     if experts is None:
         return 0.0
-    chosen, devices = experts.router.chosen, step.split.parts("experts")
+    chosen, devices = experts.router.chosen, step.parts("experts")
     if factor := step.config.experts.capacity_factor:
         return factor * chosen * step.whole_rows
     if step.config.experts.exchange == "tokens":
@@ -41,12 +41,12 @@ def rows_bytes(layer: LayerSizes) -> float:
 def columns(layer: LayerSizes) -> tuple[float, float]:
     """Elements of the experts' matrices by which a device multiplies a token, over D: all but the last one, and the
     last one. Kernels multiply them."""
-    experts, split = experts_of(layer), layer.step.split
+    experts, step = experts_of(layer), layer.step
     if experts is None:
         return 0.0, 0.0
-    arrays = [one for one in experts.arrays(split.width).values() if "experts" in one.axes]
-    last = sum(split.products(one) for one in arrays if one.role == "output")
-    return sum(map(split.products, arrays)) / split.width - last / split.width, last / split.width
+    arrays = [one for one in experts.arrays(step.width).values() if "experts" in one.axes]
+    last = sum(step.products(one) for one in arrays if one.role == "output")
+    return sum(map(step.products, arrays)) / step.width - last / step.width, last / step.width
 
 
 def exchange_seconds(layer: LayerSizes, recomputed: bool, seconds: Callable[[str, float, DeviceGroup], float]) -> float:
@@ -57,7 +57,7 @@ def exchange_seconds(layer: LayerSizes, recomputed: bool, seconds: Callable[[str
         seconds: (a kind of collective, bytes, a group of devices) -> seconds.
     """
     step = layer.step
-    group = step.group(step.split.rules["experts"])
+    group = step.group(step.partition.rules["experts"])
     if experts_of(layer) is None or group.size == 1:
         return 0.0
     passes = 2 + recomputed

@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jax.sharding import AbstractMesh
+
 from mesh_transformer import platforms
 from mesh_transformer.accelerators import Accelerator, CompileTarget
 from mesh_transformer.config import Config
-from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
+from mesh_transformer.config.mesh import MeshShape, moment_rules, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.estimate.gpus import compute_capability
 from mesh_transformer.models.block import KEPT
+from mesh_transformer.models.placement import with_whole_heads
 from mesh_transformer.ops.attend import causal, kernels
+from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism
 from mesh_transformer.spec.arrays import Role
 
@@ -28,83 +32,17 @@ KERNEL_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Split:
-    """The part of each array that one device holds, and the part of a step that it computes."""
-
-    decoder: Decoder
-    # the size of each mesh axis
-    shape: MeshShape
-    # the rules for weights and activations
-    rules: Rules
-    # the rules for the sums of gradients and the optimizer's state
-    moments: Rules
-    # dimensions that no axis splits, whatever the rules say
-    whole: frozenset[str]
-    # the groups of layers that share out a run: `MeshConfig.stages`
-    groups: int
-
-    @classmethod
-    def of(cls, config: Config, shape: MeshShape) -> "Split":
-        """The split that `models.placement.Placement` makes of a config on a mesh."""
-        decoder, rules = config.decoder, training_rules(config.mesh)
-        divided = decoder.kv_heads % parts(shape, rules, "kv_heads") == 0
-        whole = frozenset() if divided else frozenset({"kv_heads"})
-        return cls(decoder, shape, rules, moment_rules(config.mesh), whole, config.mesh.stages(shape))
-
-    @functools.cached_property
-    def _weight_parts(self) -> dict[str | None, int]:
-        return self._parts(self.rules)
-
-    @functools.cached_property
-    def _moment_parts(self) -> dict[str | None, int]:
-        return self._parts(self.moments)
-
-    def _parts(self, rules: Rules) -> dict[str | None, int]:
-        split: dict[str | None, int] = {name: parts(self.shape, rules, name) for name in rules.keys() - self.whole}
-        return split | dict.fromkeys((None, *self.whole), 1)
-
-    def parts(self, name: str | None) -> int:
-        """Devices that split a named dimension."""
-        return self._weight_parts[name]
-
-    def elements(self, axes: Axes, shape: tuple[int, ...], *, moments: bool = False) -> float:
-        """Elements of an array on one device. `moments`: of the sums of gradients or the optimizer's state."""
-        counts = self._moment_parts if moments else self._weight_parts
-        return math.prod(shape) / math.prod([counts[name] for name in axes])
-
-    def gathered(self, axes: Axes, shape: tuple[int, ...]) -> float:
-        """Elements of a parameter on one device after `gather_weights`."""
-        return self.elements(axes, shape) * self.parts("embed" if "embed" in axes else None)
-
-    def products(self, array: Array) -> float:
-        """Elements of a matrix of one layer by which a device multiplies each of its tokens. Devices that split experts
-        exchange tokens, so each device computes as many tokens as it has."""
-        return array.used / math.prod(self.parts(name) for name in array.axes if name not in ("embed", "experts"))
-
-    @functools.cached_property
-    def kinds(self) -> dict[Layer, float]:
-        """The number of layers of each kind that a device computes."""
-        shared, counts = self.decoder.shared_run(self.groups), dict.fromkeys(self.decoder.kinds, 0.0)
-        for number, run in enumerate(self.decoder.runs):
-            for kind in run.period:
-                counts[kind] += run.repeats / (self.parts("layers") if number == shared else 1)
-        return counts
-
-    @property
-    def width(self) -> int:
-        """D, the residual width, which no axis splits."""
-        return self.decoder.d_model
-
-
-@dataclass(frozen=True)
 class StepSizes:
     """The quantities from which memory and time follow, all of one device."""
 
     config: Config
     accelerator: Accelerator
-    split: Split
-    # all parameters, by their path
-    table: Arrays
+    decoder: Decoder
+    # of weights and activations, and of the sums of gradients and the optimizer's state
+    partition: Partition
+    moments: Partition
+    # the groups of layers that share out a run: `MeshConfig.stages`
+    groups: int
     # microbatches, and sequences of one on this device
     accumulation: int
     sequences: float
@@ -118,48 +56,91 @@ class StepSizes:
     @classmethod
     def of(cls, config: Config, shape: MeshShape, accelerator: Accelerator) -> "StepSizes":
         compute = platforms.resolve(config.compute, "tpu" if accelerator.is_tpu else "gpu")
-        split = Split.of(config, shape)
+        mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+        partition = with_whole_heads(Partition(mesh, training_rules(config.mesh)), config.decoder)
         return cls(
             config=config,
             accelerator=accelerator,
-            split=split,
-            table=split.decoder.arrays(split.groups),
+            decoder=config.decoder,
+            partition=partition,
+            moments=partition.with_rules(**moment_rules(config.mesh)),
+            groups=config.mesh.stages(shape),
             accumulation=config.optimizer.gradient_accumulation_steps,
-            sequences=config.microbatch(shape) / split.parts("batch"),
+            sequences=config.microbatch(shape) / partition.size("batch"),
             item_bytes=2 if compute.dtype == "bfloat16" else FLOAT32_BYTES,
             remat=compute.remat,
             logits_mib=int(compute.logits_mib),
             kernels=_kernels(config, compute.attention, compute.dtype, accelerator),
         )
 
+    @functools.cached_property
+    def table(self) -> Arrays:
+        """All parameters, by their path."""
+        return self.decoder.arrays(self.groups)
+
+    @functools.cached_property
+    def _parts(self) -> dict[str | None, int]:
+        return {name: self.partition.size(name) for name in (None, *self.partition.rules)}
+
+    @functools.cached_property
+    def _moment_parts(self) -> dict[str | None, int]:
+        return {name: self.moments.size(name) for name in (None, *self.moments.rules)}
+
+    def parts(self, name: str | None) -> int:
+        """Devices that split a named dimension."""
+        return self._parts[name]
+
+    def array_elements(self, axes: Axes, shape: tuple[int, ...], *, moments: bool = False) -> float:
+        """Elements of an array on one device. `moments`: of the sums of gradients or the optimizer's state."""
+        counts = self._moment_parts if moments else self._parts
+        return math.prod(shape) / math.prod([counts[name] for name in axes])
+
+    def gathered_elements(self, axes: Axes, shape: tuple[int, ...]) -> float:
+        """Elements of a parameter on one device after `gather_weights`."""
+        return self.array_elements(axes, shape) * self.parts("embed" if "embed" in axes else None)
+
+    def products(self, array: Array) -> float:
+        """Elements of a matrix of one layer by which a device multiplies each of its tokens. Devices that split experts
+        exchange tokens, so each device computes as many tokens as it has."""
+        return array.used / math.prod(self.parts(name) for name in array.axes if name not in ("embed", "experts"))
+
+    @property
+    def width(self) -> int:
+        """D, the residual width, which no axis splits."""
+        return self.decoder.d_model
+
     @property
     def rows(self) -> float:
         """Tokens of a microbatch."""
-        return self.sequences * self.config.seq / self.split.parts("seq")
+        return self.sequences * self.config.seq / self.parts("seq")
 
     @property
     def residual(self) -> float:
         """Bytes of the residual stream between blocks."""
-        return self.rows * self.split.parts("seq") / self.split.parts("block_seq") * self.split.width * self.item_bytes
+        return self.rows * self.parts("seq") / self.parts("block_seq") * self.width * self.item_bytes
 
     @property
     def whole_rows(self) -> float:
         """Bytes of an activation as wide as the residual stream, inside a block."""
-        return self.rows * self.split.width * self.item_bytes
+        return self.rows * self.width * self.item_bytes
 
     @property
     def vocab_logits(self) -> float:
         """Bytes of the float32 logits of the vocabulary."""
-        return self.rows * self.split.decoder.padded_vocab / self.split.parts("vocab") * FLOAT32_BYTES
+        return self.rows * self.decoder.padded_vocab / self.parts("vocab") * FLOAT32_BYTES
 
     @functools.cached_property
     def layers(self) -> list["LayerSizes"]:
-        """The kinds of layers."""
-        return [LayerSizes(self, kind, count) for kind, count in self.split.kinds.items()]
+        """The kinds of layers, each with the number of its layers that a device computes."""
+        shared, counts = self.decoder.shared_run(self.groups), dict.fromkeys(self.decoder.kinds, 0.0)
+        for number, run in enumerate(self.decoder.runs):
+            for kind in run.period:
+                counts[kind] += run.repeats / (self.parts("layers") if number == shared else 1)
+        return [LayerSizes(self, kind, count) for kind, count in counts.items()]
 
     def elements(self, *stages: str, gathered: bool = False) -> float:
         """Elements of the parameters of these stages; `gathered` over the axes that split the weights of a layer."""
-        measure = self.split.gathered if gathered else self.split.elements
+        measure = self.gathered_elements if gathered else self.array_elements
         return sum(measure(one.axes, one.shape) for path, one in self.table.items() if path.partition("/")[0] in stages)
 
     @functools.cached_property
@@ -169,12 +150,12 @@ class StepSizes:
 
     def elements_with(self, name: str) -> float:
         """Elements of the parameters that have a dimension of this name."""
-        return sum(self.split.elements(one.axes, one.shape) for one in self.table.values() if name in one.axes)
+        return sum(self.array_elements(one.axes, one.shape) for one in self.table.values() if name in one.axes)
 
     @functools.cached_property
     def sum_elements(self) -> float:
         """Elements of the sums of gradients."""
-        return sum(self.split.elements(one.axes, one.shape, moments=True) for one in self.table.values())
+        return sum(self.array_elements(one.axes, one.shape, moments=True) for one in self.table.values())
 
     @functools.cached_property
     def slot_elements(self) -> float:
@@ -186,13 +167,13 @@ class StepSizes:
                 sizes = dict(zip(one.axes, one.shape, strict=True))
                 # a dimension that only the slot leaves unnamed has size 1
                 shape = one.shape if axes == one.axes else tuple(sizes[name] if name else 1 for name in axes)
-                total += self.split.elements(axes, shape, moments=True)
+                total += self.array_elements(axes, shape, moments=True)
         return total
 
     def group(self, axes: Sequence[str] | None) -> DeviceGroup:
         """The devices along these mesh axes."""
         size = stride = inner = 1
-        for axis, n in reversed(self.split.shape.items()):
+        for axis, n in reversed(self.partition.mesh.shape.items()):
             if axis in (axes or ()):
                 stride = inner if size == 1 else stride
                 size *= n
@@ -237,8 +218,8 @@ class LayerSizes:
         """Elements of the inner matrices and of the matrices of outputs, over D."""
         sums: dict[Role, float] = defaultdict(float)
         for one in mechanisms:
-            for array in one.arrays(self.step.split.width).values():
-                sums[array.role] += self.step.split.products(array) / self.step.split.width
+            for array in one.arrays(self.step.width).values():
+                sums[array.role] += self.step.products(array) / self.step.width
         return sums["input"] + sums["inner"], sums["output"]
 
     @property
@@ -250,19 +231,19 @@ class LayerSizes:
     def query_bytes(self) -> float:
         """Bytes of the queries of all heads."""
         key, _ = self.attention.keys_and_values
-        return self._bytes(self.attention.heads * key.width / self.step.split.parts("heads"))
+        return self._bytes(self.attention.heads * key.width / self.step.parts("heads"))
 
     @property
     def key_bytes(self) -> float:
         """Bytes of keys and values."""
-        split = self.step.split
-        return self._bytes(sum(e.heads * e.width / split.parts(e.name) for e in self.attention.keys_and_values))
+        step = self.step
+        return self._bytes(sum(e.heads * e.width / step.parts(e.name) for e in self.attention.keys_and_values))
 
     @property
     def mixed_bytes(self) -> float:
         """Bytes of the output of attention before its last matrix."""
         _, value = self.attention.keys_and_values
-        return self._bytes(self.attention.heads * value.width / self.step.split.parts("heads"))
+        return self._bytes(self.attention.heads * value.width / self.step.parts("heads"))
 
     @property
     def hidden(self) -> float:
@@ -292,8 +273,8 @@ class LayerSizes:
 
     @property
     def _queries(self) -> float:
-        heads = self.attention.heads / self.step.split.parts("heads")
-        return self.step.sequences * heads / self.step.split.parts("seq")
+        heads = self.attention.heads / self.step.parts("heads")
+        return self.step.sequences * heads / self.step.parts("seq")
 
     @functools.cached_property
     def kept(self) -> dict[str, float]:
@@ -308,7 +289,7 @@ class LayerSizes:
     @functools.cached_property
     def arrays(self) -> Arrays:
         """The parameters of the layer."""
-        return self.kind.arrays(self.step.split.width)
+        return self.kind.arrays(self.step.width)
 
     @property
     def matrices(self) -> int:
@@ -323,7 +304,7 @@ class LayerSizes:
     @functools.cached_property
     def weights(self) -> float:
         """Bytes of the gathered weights in the compute dtype."""
-        elements = sum(self.step.split.gathered(one.axes, one.shape) for one in self.arrays.values())
+        elements = sum(self.step.gathered_elements(one.axes, one.shape) for one in self.arrays.values())
         return elements * self.step.item_bytes
 
     @property
@@ -331,7 +312,7 @@ class LayerSizes:
         """Bytes of the activations to which biases are added."""
         total = 0.0
         for one in self.kind.mechanisms:
-            if any(path.endswith("/b") for path in one.arrays(self.step.split.width)):
+            if any(path.endswith("/b") for path in one.arrays(self.step.width)):
                 total += self.kept["qkv"] if one is self.attention else self.hidden
             total += one.out_bias * self.step.whole_rows
         return total

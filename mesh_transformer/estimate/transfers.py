@@ -27,7 +27,7 @@ def of_microbatch(step: StepSizes, rates: Rates, products: Callable[[LayerSizes,
     Args:
         products: seconds of the matrix products of a layer, beside which rings of `mesh.overlap_tp` run.
     """
-    tensor = step.group(step.split.rules["mlp"])
+    tensor = step.group(step.partition.rules["mlp"])
     # the sum of the embedding, and the sum of the gradient of the head's input
     ends = 2 * _transfer(step.accelerator, "all-reduce", step.whole_rows, tensor)
     sums = sum(one.count * _sums_of_layer(one, rates, products(one, rates)) for one in step.layers)
@@ -46,7 +46,7 @@ def of_microbatch(step: StepSizes, rates: Rates, products: Callable[[LayerSizes,
 def _sums_of_layer(layer: LayerSizes, rates: Rates, products: float) -> float:
     """The tensor-parallel transfers of a layer."""
     step = layer.step
-    tensor = step.group(step.split.rules["mlp"])
+    tensor = step.group(step.partition.rules["mlp"])
     sums = layer.branches + layer.readings + layer.again.sums
     if step.residual == step.whole_rows:
         return sums * _transfer(step.accelerator, "all-reduce", step.whole_rows, tensor)
@@ -65,20 +65,20 @@ def _sums_of_layer(layer: LayerSizes, rates: Rates, products: float) -> float:
 
 def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, DeviceGroup], float]) -> dict[str, float]:
     """The gathers of weights and the sums of gradients. A sum that leaves split gradients counts with the weights."""
-    rules, embed = step.split.rules, step.split.rules["embed"] or ()
+    rules, embed = step.partition.rules, step.partition.rules["embed"] or ()
     sharing = (*(rules["batch"] or ()), *(rules["seq"] or ()))
     weights, everyone = step.group(embed), step.group(sharing)
     replicas = step.group([axis for axis in sharing if axis not in embed])
     once = step.config.mesh.sum_gradients == "per_step"
     # gradients of split weights that have replicas are summed over all devices with other sequences at once
-    whole = not once and min(replicas.size, weights.size) > 1 and step.split.parts("experts") == 1
+    whole = not once and min(replicas.size, weights.size) > 1 and step.parts("experts") == 1
     summed = everyone if whole else weights
     kind = "all-reduce" if whole and step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
     gathers = step.config.mesh.gather_weights == "per_layer"
     tables = step.elements("embed", "head", gathered=True) * step.item_bytes
     moved = seconds(kind, tables, summed) + gathers * seconds("all-gather", tables, weights)
     # what is too small for the rates of links has a delay: biases, and the scales of norms
-    delay = (everyone.size > 1) * seconds("all-reduce", 1, step.group(tuple(step.split.shape)))
+    delay = (everyone.size > 1) * seconds("all-reduce", 1, step.group(tuple(step.partition.mesh.shape)))
     for layer in step.layers:
         # a transfer for each matrix and each split vector; libtpu sums the gradients of two matrices at once
         matrix, count = layer.weights / layer.matrices, layer.count * layer.matrices
@@ -88,7 +88,7 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
         moved += 2 * gathers * (count * seconds("all-gather", matrix, weights) + vectors)
     gradient = 0.0
     if not (once or whole):
-        kind = "all-reduce" if step.split.moments == rules else "reduce-scatter"
+        kind = "all-reduce" if step.moments.rules == rules else "reduce-scatter"
         # the devices that split the experts sum the gradients of all other parameters
         split = step.elements_with("experts")
         alike = step.group([axis for axis in rules["batch"] or () if axis not in (*embed, *(rules["experts"] or ()))])
@@ -100,7 +100,7 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
 def of_step(step: StepSizes) -> dict[str, float]:
     """Seconds of the transfers that a step makes once: with mesh.gather_weights=per_step, mesh.sum_gradients=per_step
     and mesh.zero1."""
-    embed, moments = step.split.rules["embed"] or (), step.split.moments["embed"] or ()
+    embed, moments = step.partition.rules["embed"] or (), step.moments.rules["embed"] or ()
     seconds = {}
     if step.config.mesh.gather_weights == "per_step":
         whole = step.elements("embed", "blocks", "head", gathered=True) * step.item_bytes
@@ -109,7 +109,7 @@ def of_step(step: StepSizes) -> dict[str, float]:
     n_bytes = step.all_elements * FLOAT32_BYTES
     seconds["sums over replicas"] = _transfer(step.accelerator, "all-gather", n_bytes, updated)
     if step.config.mesh.sum_gradients == "per_step":
-        replicas = step.group([axis for axis in step.split.rules["batch"] or () if axis not in embed])
+        replicas = step.group([axis for axis in step.partition.rules["batch"] or () if axis not in embed])
         seconds["sums over replicas"] += _transfer(step.accelerator, "all-reduce", n_bytes, replicas)
     return seconds
 

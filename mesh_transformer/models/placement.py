@@ -16,7 +16,7 @@ from mesh_transformer.ops.attend.kernel import Case
 from mesh_transformer.ops.attend.kernels import Setting, cases_of_kinds, choose, resolved
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Params, Partition, constrain_tree
-from mesh_transformer.spec import Layer
+from mesh_transformer.spec import Decoder, Layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,8 +75,7 @@ class Placement:
 
     @classmethod
     def _on_partition(cls, model: Model, partition: Partition) -> Placement:
-        divided = model.decoder.kv_heads % partition.size("kv_heads") == 0
-        return cls(model, partition if divided else partition.keep_whole("kv_heads"))
+        return cls(model, with_whole_heads(partition, model.decoder))
 
     def whole_sequences(self) -> Placement:
         """This model and mesh, for programs in which each device has all positions of a sequence."""
@@ -110,3 +109,9 @@ class Placement:
     def cast(self, params: Params) -> Params:
         """Inside a program: all parameters in the compute dtype, sharded as stored."""
         return constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+
+
+def with_whole_heads(partition: Partition, decoder: Decoder) -> Partition:
+    """The partition of a model: each device has all heads of keys and values if it cannot divide their number."""
+    divided = decoder.kv_heads % partition.size("kv_heads") == 0
+    return partition if divided else partition.keep_whole("kv_heads")

@@ -33,7 +33,6 @@ def holdings(partition: Partition, sizes: Mapping[str, int]) -> list[Holding]:
     Args:
         sizes: of each named dimension; its axes must divide it.
     """
-    mesh = partition.mesh
     parts: dict[jax.Device, dict[str, Spans]] = defaultdict(dict)
     for name, size in sizes.items():
         order = partition.sequence_order(size) if name in ("seq", "block_seq") else None
@@ -44,8 +43,8 @@ def holdings(partition: Partition, sizes: Mapping[str, int]) -> list[Holding]:
                 known[part] = spans(range(*part) if order is None else order[index].tolist())
             parts[device][name] = known[part]
     return [
-        Holding(device, dict(zip(mesh.axis_names, place, strict=True)), parts[device])
-        for place, device in np.ndenumerate(mesh.devices)
+        Holding(device, dict(zip(partition.mesh.axis_names, place, strict=True)), parts[device])
+        for place, device in np.ndenumerate(partition.devices)
     ]
 
 

@@ -94,13 +94,14 @@ class Partition:
 
     `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
     whether the communication of `column` and `row` in `ops.linear` overlaps with its products. `attention` is
-    `compute.attention`, or a `Setting` of `ops.attend.kernels`: which kernel computes attention.
+    `compute.attention`, or a `Setting` of `ops.attend.kernels`: which kernel computes attention. Sizes and specs need
+    only an abstract mesh, which has no devices.
 
     Raises:
         UserError: a rule is not a tuple of axes of the mesh, or a name without a rule is used.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules
     whole: frozenset[str] = frozenset()
     context_mode: str = "zigzag"
@@ -115,10 +116,17 @@ class Partition:
                     f"are {', '.join(self.mesh.axis_names)}"
                 )
 
+    @property
+    def devices(self) -> np.ndarray:
+        """The devices of the mesh, an array of its shape."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError("an abstract mesh has no devices")
+        return self.mesh.devices
+
     @functools.cached_property
     def target(self) -> CompileTarget:
         """The kind of the mesh's devices."""
-        return CompileTarget.of(self.mesh.devices.flat[0])
+        return CompileTarget.of(self.devices.flat[0])
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of dimensions `axes`; a dimension named None is never split.

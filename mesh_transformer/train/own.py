@@ -69,7 +69,7 @@ def jit(partition: Partition, function: Callable[..., object], **options: Any) -
         with use(partition):
             return function(*args, **kwargs)
 
-    devices = partition.mesh.devices.flatten().tolist()
+    devices = partition.devices.flatten().tolist()
     return jax.jit(traced, compiler_options=platforms.compiler_options(devices), **options)
 
 

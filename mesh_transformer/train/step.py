@@ -114,7 +114,7 @@ class TrainProgram:
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
         self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1, 2))
         self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
-        options = platforms.compiler_options(self.partition.mesh.devices.flatten().tolist())
+        options = platforms.compiler_options(self.partition.devices.flatten().tolist())
         self.train_step = jax.jit(
             self._train_step,
             compiler_options=options,

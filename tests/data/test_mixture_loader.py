@@ -7,7 +7,6 @@ import pytest
 
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.data.loader import make_train_loader
-from mesh_transformer.data.mixture_loader import make_mixture_loader
 from mesh_transformer.data.records import write_record, write_records
 from mesh_transformer.errors import UserError
 
@@ -45,10 +44,8 @@ def sources(folder, **changes):
 
 
 def mixture(folder, *, rows=range(BATCH), prefetch=0, **options):
-    options = {"seq": 4, "batch": BATCH, "accumulation": 2, "seed": 5, **options}
-    return make_mixture_loader(
-        options.pop("train_set", None) or sources(folder), rows=rows, prefetch=prefetch, **options
-    )
+    options = {"seq": 4, "batch": BATCH, "accumulation": 2, "seed": 5, "shuffle": "whole", **options}
+    return make_train_loader(options.pop("train_set", None) or sources(folder), rows=rows, prefetch=prefetch, **options)
 
 
 def numbers(batch):
@@ -122,7 +119,8 @@ def test_one_set_is_shuffled_as_a_whole(folder):
     assert [sorted(one) for one in passes] == [list(range(100, 197))] * 2
     assert passes[0] != passes[1]
     assert next(loader).sources is None
-    ordered = mixture(folder, train_set=path, batch=97, rows=range(97), accumulation=1, shuffle=False)
+    train_set = {"pile": sources(folder)["pile"]}
+    ordered = mixture(folder, train_set=train_set, batch=97, rows=range(97), accumulation=1, shuffle=False)
     assert numbers(next(ordered)).reshape(-1).tolist() == list(range(100, 197))
 
 
@@ -202,11 +200,11 @@ def test_packing_and_masks_follow_the_records(tmp_path, packing):
 def test_a_mask_of_one_source_gives_all_batches_a_mask(tmp_path):
     paths = {"a": records(tmp_path / "a.tfrecords", PLAIN), "b": records(tmp_path / "b.tfrecords", MASKED)}
     train_set = {name: TrainSource(set=path, weight=1) for name, path in paths.items()}
-    batch = next(make_mixture_loader(train_set, seq=4, batch=2, rows=range(2)))
+    batch = next(make_train_loader(train_set, seq=4, batch=2, rows=range(2), shuffle="whole"))
     assert batch.learned.tolist() == [[[True] * 5, [False, False, False, True, False]]]
     # a source without lengths beside one with them: each record is one document
     records(tmp_path / "b.tfrecords", PACKED)
-    batch = next(make_mixture_loader(train_set, seq=4, batch=2, rows=range(2)))
+    batch = next(make_train_loader(train_set, seq=4, batch=2, rows=range(2), shuffle="whole"))
     assert batch.documents.tolist() == [[[1] * 5, [1, 1, 2, 2, 0]]]
 
 
@@ -229,4 +227,4 @@ def test_records_that_do_not_fit_are_refused_by_name(tmp_path, contents, packing
         next(make_train_loader(path, seq=4, batch=2, rows=range(2), packing=packing))
     train_set = {"a": TrainSource(set=path, weight=1)}
     with pytest.raises(UserError, match=message):
-        next(make_mixture_loader(train_set, seq=4, batch=2, rows=range(2), shuffle=False, packing=packing))
+        next(make_train_loader(train_set, seq=4, batch=2, rows=range(2), packing=packing))

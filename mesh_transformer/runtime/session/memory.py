@@ -96,7 +96,8 @@ def check(session: Session, what: str, arrays: Mapping[str, int], advice: str) -
     """
     if not session.config.compute.memory_check:
         return None
-    room = find_room(session.placement.partition.mesh.local_devices)
+    devices, process = session.placement.partition.devices.flat, jax.process_index()
+    room = find_room([device for device in devices if device.process_index == process])
     if room is not None and room.devices * sum(arrays.values()) > room.available:
         parts = {name: n_bytes / GIB for name, n_bytes in arrays.items()}
         raise UserError(

@@ -2,11 +2,9 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import Batches, Loader, make_train_loader, make_val_loader
-from mesh_transformer.data.mixture_loader import make_mixture_loader
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.session.session import Session
@@ -36,24 +34,19 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int], tokeniz
     if data.train_set is None:
         raise UserError("data.train_set is not set: set it to an index file, a .tfrecords file or a .txt file")
     log.info("reading %s", ", ".join(data.train_files))
-    common: dict[str, Any] = {
-        "seq": config.seq,
-        "batch": microbatch,
-        "rows": rows,
-        "accumulation": config.optimizer.gradient_accumulation_steps,
-        "seed": data.seed,
-        "n_vocab": config.model.n_vocab,
-        "packing": data.packing,
-        "tokenizer": tokenizer,
-    }
-    if data.shuffle == "whole" or not isinstance(data.train_set, str):
-        return make_mixture_loader(data.train_set, shuffle=data.shuffle == "whole", **common)
     return make_train_loader(
         data.train_set,
+        seq=config.seq,
+        batch=microbatch,
+        rows=rows,
+        accumulation=config.optimizer.gradient_accumulation_steps,
         shuffle=data.shuffle,
         shuffle_window=data.shuffle_window,
+        seed=data.seed,
         batch_across_files=data.batch_across_files,
-        **common,
+        n_vocab=config.model.n_vocab,
+        packing=data.packing,
+        tokenizer=tokenizer,
     )
 
 

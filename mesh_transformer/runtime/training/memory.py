@@ -26,7 +26,7 @@ def check_training(session: Session, program: TrainProgram) -> None:
     if room is None or jax.process_index() > 0 or closed_form.unmodelled(session.config):
         return
     resolved = session.config.model_copy(update={"compute": program.model.compute})
-    devices = program.partition.mesh.devices.flat
+    devices = program.partition.devices.flat
     uses = closed_form.step_gib(resolved, len(devices), of_device(devices[0].device_kind))
     needed = room.gib_of(uses)
     if needed > room.gib:

@@ -1,7 +1,4 @@
-"""What the version before `Decoder.runs` computed and saved, as test code reads it: README.md beside this file.
-
-That version had one stack for each parameter, over all layers that have it.
-"""
+"""What commit 50565e5 computed and saved, as test code reads it: README.md beside this file."""
 
 import json
 import tarfile
@@ -11,6 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from support.builders import program
+
+from mesh_transformer.config import parse_config
+from mesh_transformer.data.loader import make_val_loader
+from mesh_transformer.runtime.training.feeds import read_train_set
 
 HERE = Path(__file__).parent
 _SIZES = {"layers": 2, "d_model": 16, "n_heads": 2, "n_vocab": 40, "vocab_multiple": 8, "seq": 16}
@@ -75,6 +76,41 @@ MESHES: dict[str, tuple[int, list[str]]] = {
     "pp2": (2, ["mesh.pp=2"]),
 }
 STEPS = 3
+# the group `data` of a run on the files of orders.tar.xz, for each order of the records
+ORDERS: dict[str, dict[str, Any]] = {
+    "files": {"train_set": "all.index"},
+    "across files": {"train_set": "all.index", "batch_across_files": True},
+    "window": {"train_set": "all.index", "shuffle": True, "shuffle_window": 6, "seed": 3},
+    "compressed": {"train_set": "compressed.index", "shuffle": True, "shuffle_window": 1000, "seed": 4},
+    "whole": {"train_set": "all.index", "shuffle": "whole", "seed": 3},
+    "mixture": {
+        "train_set": {
+            "a": {"set": "a.tfrecords", "weight": {"0": 0.7, "5": 0.2}},
+            "others": {"set": "others.index", "weight": 0.3, "epochs": 3},
+        }
+    },
+    "mixture in order": {
+        "train_set": {"a": {"set": "a.tfrecords", "weight": 1}, "others": {"set": "others.index", "weight": 2}},
+        "shuffle": False,
+    },
+    "text": {"train_set": "text.txt", "tokenizer": "bytes"},
+}
+ORDERED_STEPS = 12
+
+
+def train_loader(order: str) -> Any:
+    """A loader of the files in the working folder, as a training run of a model with 4 positions opens it."""
+    model = {"layers": 1, "d_model": 8, "n_heads": 1, "pe_rotary_dims": 8, "n_vocab": 257, "seq": 4}
+    optimizer = {"gradient_accumulation_steps": 2}
+    data = {"batch_size": 2, **ORDERS[order]}
+    config = parse_config({"model": model, "optimizer": optimizer, "data": data})
+    return read_train_set(config, 2, range(2), config.data.tokenizer)
+
+
+def validation_steps() -> list[list[list[int]]]:
+    """The tokens of each validation batch of the files in the working folder."""
+    loader = make_val_loader("all.index", seq=4, batch=3, rows=range(3), repeat=False)
+    return [batch.tokens.tolist() for batch in iter(loader)]
 
 
 def config_of(family: str, optimizer: str, **sizes: Any) -> dict[str, Any]:
@@ -87,17 +123,16 @@ def config_of(family: str, optimizer: str, **sizes: Any) -> dict[str, Any]:
 
 
 def unpack(family: str, optimizer: str, folder: Path) -> dict[str, Any]:
-    """Unpack a run's step_2 into a folder; returns what the old version computed from it."""
-    with tarfile.open(HERE / f"{family}-{optimizer}.tar.xz") as archive:
+    """Unpack a run's step_2 into a folder; returns what 50565e5 computed from it."""
+    return unpack_archive(f"{family}-{optimizer}", folder)
+
+
+def unpack_archive(name: str, folder: Path) -> dict[str, Any]:
+    """Unpack an archive into a folder; returns what 50565e5 computed from it."""
+    with tarfile.open(HERE / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     expected: dict[str, Any] = json.loads((folder / "expected.json").read_text())
     return expected
-
-
-def meshes_of(family: str) -> list[str]:
-    """The meshes whose losses are recorded for a family. The old version could not split dense layers between layers
-    with experts over mesh.pp."""
-    return [mesh for mesh in MESHES if mesh != "pp2" or "moe" not in family or family == "olmoe"]
 
 
 def losses(family: str, mesh: str) -> list[float]:
