@@ -131,7 +131,7 @@ class DataConfig(Group):
         return self
 
     def _check_no_window(self) -> None:
-        """Refuse the fields that only a reader in the order of the files has."""
+        """Refuse the fields that only affect a reader in the order of the files."""
         why = "data.train_set is a mixture" if self.sources else "data.shuffle is whole"
         for name in ("shuffle_window", "batch_across_files"):
             value = getattr(self, name)

@@ -31,19 +31,19 @@ LIMITS = {
 def schemas(group: type[Group], name: str) -> list[dict[str, Any]]:
     """The JSON schemas of the types that a field accepts, without null."""
     field = group.model_json_schema()["properties"][name]
-    return [field | one for one in _alternatives(field) if one["type"] != "null"]
+    return [field | alternative for alternative in _alternatives(field) if alternative["type"] != "null"]
 
 
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
     """The alternatives of a schema, one of which a value must fit; alternatives inside them are taken apart."""
     inner = schema.get("anyOf") or schema.get("oneOf")
-    return [one for some in inner for one in _alternatives(some)] if inner else [schema]
+    return [alternative for nested in inner for alternative in _alternatives(nested)] if inner else [schema]
 
 
 def allowed(group: type[Group], name: str) -> str:
     """The values that a field accepts, such as `a whole number, 1 or more`."""
-    found = schemas(group, name)
-    return str(found[0]["words"]) if "words" in found[0] else " or ".join(map(_words, found))
+    alternatives = schemas(group, name)
+    return str(alternatives[0]["words"]) if "words" in alternatives[0] else " or ".join(map(_words, alternatives))
 
 
 def allowed_item(group: type[Group], name: str) -> str:

@@ -205,7 +205,7 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
 
 
 def _write_val_set(given: Any, entry: str, text: str) -> dict[str, Any]:
-    """The validation sets with one more."""
+    """The validation sets with the set `entry` added or replaced."""
     before = given if isinstance(given, dict) else {"val": given} if given else {}
     return {**before, entry: _text(text)}
 

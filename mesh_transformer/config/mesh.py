@@ -141,7 +141,7 @@ def _advice(given: MeshShape, n_devices: int) -> str:
 
 
 def _changed(given: MeshShape) -> dict[str, int | None]:
-    """The axes with another size than the default, and that default."""
+    """The axes whose sizes differ from their defaults, and these defaults."""
     defaults = {axis: MeshConfig.model_fields[axis].default for axis in given}
     return {axis: default for axis, default in defaults.items() if given[axis] != default}
 
@@ -189,14 +189,15 @@ def training_rules(mesh: MeshConfig) -> Rules:
     return {**_RULES, "block_seq": (*_RULES["block_seq"], "tp")} if mesh.shard_activations else _RULES
 
 
-def dimension_rules(*, shard_activations: bool = False, **own: MeshAxes) -> Rules:
+def dimension_rules(*, shard_activations: bool = False, **overrides: MeshAxes) -> Rules:
     """`training_rules` without a config.
 
     Args:
         shard_activations: as `mesh.shard_activations`.
-        own: the mesh axes of further dimensions, or other axes for these; None: no device splits it.
+        overrides: the mesh axes of named dimensions, in place of the rules of training. None: the dimension is
+            replicated.
     """
-    return {**training_rules(MeshConfig(shard_activations=shard_activations)), **own}
+    return {**training_rules(MeshConfig(shard_activations=shard_activations)), **overrides}
 
 
 def moment_rules(mesh: MeshConfig) -> Rules:
@@ -209,8 +210,8 @@ def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) 
     """The rules for programs that split neither the positions of a sequence nor the layers: sampling, serving and
     scoring.
 
-    The devices of pp and cp split what tp splits, if they divide all of these sizes; else what fsdp splits of the
-    weights; else nothing.
+    The axes pp and cp are folded into tp if together they divide the sizes that tp splits, else into the split of the
+    weights by fsdp, else their devices hold replicas.
 
     Args:
         sizes: of the dimensions of the model.
@@ -348,15 +349,15 @@ def check_pipeline(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape:
 
 def check_multiple(size: Size, by_what: str, count: int, also: str, times: int = 1) -> None:
     """Refuse a size that `times` x `count` does not divide."""
-    whole, by = size.whole, times * count
-    if whole % by == 0:
+    rounded, by = size.whole, times * count
+    if rounded % by == 0:
         return
-    what, below, above = f"{size.field} {size.value}", whole // by * by, (whole // by + 1) * by
+    what, below, above = f"{size.field} {size.value}", rounded // by * by, (rounded // by + 1) * by
     change = f"it to {below} or {above}" if below else f"it to {above}"
     if size.multiple_field:
-        what += f", rounded up to {whole} by {size.multiple_field} {size.multiple},"
+        what += f", rounded up to {rounded} by {size.multiple_field} {size.multiple},"
         change = f"{size.multiple_field} to {math.lcm(size.multiple, by)}"
-    divisor = max((n for n in _divisors(whole) if n < count and whole % (times * n) == 0), default=1)
+    divisor = max((n for n in _divisors(rounded) if n < count and rounded % (times * n) == 0), default=1)
     needs = f"{times} x {by_what}" if times > 1 else by_what
     raise UserError(f"{what} is not divisible by {needs} {count}: set {change}, or {by_what} to {divisor}{also}")
 
@@ -368,7 +369,7 @@ def _divisors(value: int) -> Iterator[int]:
 
 
 def check_stages(decoder: Decoder, mesh: MeshConfig, shape: MeshShape) -> None:
-    """Refuse stages that share out no run of layers.
+    """Refuse stages over which no run of layers can be split.
 
     Raises:
         UserError: names the runs, and the sizes of mesh.pp that fit.

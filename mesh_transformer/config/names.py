@@ -250,7 +250,7 @@ def _advice(key: str, fields: Fields, group: str | None = None, flat: bool = Fal
 
 def _nearest(key: str, fields: Fields, group: str | None) -> str | None:
     """The field that `key` may mean: by another program's name, by its name in another group, or by a similar name."""
-    # a field of the selected family and optimizer is nearer than one of the others
+    # fields of the selected family and optimizer come first, then all fields
     return _search(key, fields, group) or _search(key, FIELDS, group)
 
 
@@ -264,8 +264,8 @@ def _search(key: str, fields: Fields, group: str | None) -> str | None:
     anywhere |= {classic_key: spelled(*at) for at, classic_key in classic.CLASSIC_KEY.items()}
     if key in anywhere:
         return anywhere[key]
-    own = {field: spelled(group, field) for field in fields[group]} if group else {g: g for g in GROUPS}
-    for known in (own, anywhere):
+    in_group = {field: spelled(group, field) for field in fields[group]} if group else {g: g for g in GROUPS}
+    for known in (in_group, anywhere):
         if close := difflib.get_close_matches(key[:SHOWN_CHARS], known, n=1, cutoff=NEAR):
             return known[close[0]]
     return None

@@ -15,8 +15,8 @@ def names() -> list[str]:
 
 
 def find(given: str) -> str | None:
-    """The file of the shipped config `given`, with or without `.json`, such as `70M` or `configs/70M.json`; None: there
-    is none, or this folder has a file of this name."""
+    """The file of the shipped config `given`, with or without `.json`, such as `70M` or `configs/70M.json`; None
+    without such a config, or if the working folder has a file `given`."""
     name = given.removeprefix("configs/").removesuffix(".json")
     if os.path.exists(given) or name not in names():
         return None
@@ -24,8 +24,8 @@ def find(given: str) -> str | None:
 
 
 def with_data(raw: Any) -> Any:
-    """A shipped config whose relative paths of data that the working folder lacks are shipped files, where these
-    exist."""
+    """A shipped config in which relative data paths that the working folder lacks become paths of shipped files, where
+    these exist."""
     if isinstance(raw, dict):
         return {key: with_data(value) for key, value in raw.items()}
     if isinstance(raw, str) and raw.startswith(_DATA) and not os.path.exists(raw):

@@ -53,14 +53,14 @@ class Variants:
         if name not in tuple(self.classes):
             expected = f"expected one of {', '.join(self.classes)}{did_you_mean(str(name), self.classes)}"
             raise UserError(f"{where} = {short(name)}: {expected}")
-        own = self.classes[name].model_fields
+        fields = self.classes[name].model_fields
         for field, value in values.items():
-            if field in own or value is None:
+            if field in fields or value is None:
                 continue
             owners = self.having(field)
             raise UserError(
                 f"{group}.{field} is a field of {where} {', '.join(owners)}, not of {name}: remove it "
-                f"(--set {group}.{field}=null), or set {where}={owners[0]}" + did_you_mean(field, own, f"{group}.")
+                f"(--set {group}.{field}=null), or set {where}={owners[0]}" + did_you_mean(field, fields, f"{group}.")
             )
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

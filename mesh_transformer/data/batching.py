@@ -42,29 +42,29 @@ class Batching:
         return self.accumulation * self.batch
 
     def fitted(self, firsts: Sequence[Record]) -> Self:
-        """The same, with the arrays that the first records of the sources call for.
+        """This form, with the optional arrays that the first records of the sources have.
 
         Raises:
             UserError: one of them has another length, unknown tokens, or no lengths of its documents where
                 `packing` needs them.
         """
         examples = [self._example(record) for record in firsts]
-        some = any(example.documents is not None for example in examples)
-        documents = self.packing == "documents" or (self.packing == "auto" and some)
+        has_documents = any(example.documents is not None for example in examples)
+        documents = self.packing == "documents" or (self.packing == "auto" and has_documents)
         return replace(self, documents=documents, learned=any(example.loss is not None for example in examples))
 
     def sequences(self, records: Sequence[Record]) -> Sequences:
         """The batch of this host's records, in the order of microbatches and rows.
 
         Raises:
-            UserError: a record does not fit the others; names it.
+            UserError: a record does not fit the form of the batch; names the record.
         """
         examples = [self._checked(record) for record in records]
         flat = Sequences.of(examples, documents=self.documents, learned=self.learned)
         return flat.map(lambda array: array.reshape(self.accumulation, len(self.rows), *array.shape[1:]))
 
     def _checked(self, record: Record) -> Example:
-        """A record that has nothing that the batches leave out."""
+        """The example of a record. Refuses documents or a loss mask that the batches would leave out."""
         example = self._example(record)
         if example.documents is not None and not self.documents and self.packing == "auto":
             raise UserError(

@@ -1,7 +1,7 @@
 """Byte-level BPE as data: what another library needs to give the ids of a tokenizer.json.
 
-`read` accepts only what such a library computes alike. It checks the tables: a merge has the rank of the token that it
-makes, and each token is made from its own bytes.
+`read` accepts a tokenizer only if such a library gives the same ids. It checks the tables: a merge has the rank of the
+token that it makes, and each token is made from its own bytes.
 """
 
 import os
@@ -37,7 +37,7 @@ _MODEL: dict[str, tuple[Any, ...]] = {
 
 
 class Unsupported(Exception):
-    """The tokenizer is of another kind, or its tables do not have the form that is needed; says why."""
+    """The tokenizer is not byte-level BPE, or its tables do not have the supported form; says why."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class ByteLevel:
     @property
     def classes(self) -> tuple[str, ...]:
         """The classes of characters in `pattern`, as patterns of one character."""
-        found = sorted(set(re.findall(r"\\p\{\w+\}|\\s", self.pattern)))
-        return (*found, "(?i:[a-z])") if "(?i:" in self.pattern else tuple(found)
+        classes = sorted(set(re.findall(r"\\p\{\w+\}|\\s", self.pattern)))
+        return (*classes, "(?i:[a-z])") if "(?i:" in self.pattern else tuple(classes)
 
 
 def read(definition: Mapping[str, Any], merge: Callable[[str], list[int]]) -> ByteLevel:
@@ -132,7 +132,7 @@ def _pattern(splitter: Any) -> str:
     if len(before) == 1 and before[0].get("type") == "Split" and not last.get("use_regex", True):
         split = before[0]
         pattern = split["pattern"].get("Regex")
-        # the matches are the words, whether they are kept or all else is removed
+        # the matches are the words: the splitter isolates them, or removes the text between them
         if pattern in _PATTERNS and (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True)):
             return str(pattern)
     raise unknown

@@ -15,7 +15,7 @@ from mesh_transformer.data import template_process
 from mesh_transformer.data.template_process import TIME_S, WALL_S
 from mesh_transformer.errors import UserError
 
-# what Python needs to start; the other variables may be secrets
+# the environment variables that Python needs to start; any further one may be a secret
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ")
 # a message of a chat, as the template gets it: role, content and other fields
 Message = Mapping[str, Any]
@@ -38,7 +38,7 @@ class ChatTemplate:
     Args:
         source: the template, in Jinja.
         variables: what it may use besides the messages, such as `bos_token`.
-        tool_source: the template for chats with tools. None: the same.
+        tool_source: the template for chats with tools. None: `source`.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], tool_source: str | None = None):
@@ -55,7 +55,7 @@ class ChatTemplate:
         tools: Sequence[Tool] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat, with the names of special tokens. It equals that of transformers' `apply_chat_template`.
+        """The text of a chat, with the names of special tokens, as transformers' `apply_chat_template` gives it.
 
         Args:
             messages: from the oldest to the newest.
@@ -74,14 +74,14 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """The text of a whole chat, and where the assistant's text is: first character and stop of each place.
 
-        The places are those that the template marks with {% generation %}; None: it has no such mark.
+        The template marks these places with {% generation %}; None for a template without such marks.
 
         Raises:
             ToolsNotUsed, UserError: as `render`; or the template makes text that is not Unicode.
         """
-        found = self._answer({**self._request(messages, False, tools, None), "answers": True})
-        marked = found["answers"]
-        return found["text"], None if marked is None else [(first, stop) for first, stop in marked]
+        answer = self._answer({**self._request(messages, False, tools, None), "answers": True})
+        marked = answer["answers"]
+        return answer["text"], None if marked is None else [(first, stop) for first, stop in marked]
 
     def _request(
         self,
@@ -97,8 +97,8 @@ class ChatTemplate:
                 self._uses_tools = "tools" in self._answer({"source": source})["names"]
             if not self._uses_tools:
                 raise ToolsNotUsed("the chat template of this model does not use tools: leave the field out")
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
-        given = {"documents": None, **self._variables, **(variables or {}), **own}
+        arguments = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        given = {"documents": None, **self._variables, **(variables or {}), **arguments}
         return {"source": source, "variables": given}
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class ChatTemplate:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        # -P: the modules beside the program do not hide those of Python
+        # -P: modules beside the program do not hide modules of Python
         command = [sys.executable, "-P", template_process.__file__]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         return subprocess.Popen(

@@ -55,11 +55,11 @@ def input_files(path: str) -> list[str]:
     if not os.path.isdir(path):
         raise UserError(f"no such file or folder: {path}{seen_from(path)}")
     named = ((folder, name) for folder, _, names in os.walk(path) for name in names)
-    found = sorted(os.path.join(folder, name) for folder, name in named if not name.startswith("."))
-    files = [file for file in found if _kind(file)[0] is not None]
+    paths = sorted(os.path.join(folder, name) for folder, name in named if not name.startswith("."))
+    files = [file for file in paths if _kind(file)[0] is not None]
     if not files:
         raise UserError(f"{path}: no input file in this folder; allowed: {_ACCEPTED}")
-    skipped = [os.path.relpath(file, path) for file in found if _kind(file)[0] is None]
+    skipped = [os.path.relpath(file, path) for file in paths if _kind(file)[0] is None]
     _warn_skipped(path, skipped[:_NAMED], len(skipped))
     return files
 
@@ -116,8 +116,8 @@ def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[
 def _warn_skipped(place: str, first: list[str], count: int) -> None:
     """Warn of skipped files: how many, and the names of the first."""
     if count:
-        some = ", ".join(name[:100] for name in first) + (", ..." if count > _NAMED else "")
-        _log.warning("%s: skipped %s (%s); allowed: %s", place, plural(count, "file"), some, _ACCEPTED)
+        shown = ", ".join(name[:100] for name in first) + (", ..." if count > _NAMED else "")
+        _log.warning("%s: skipped %s (%s); allowed: %s", place, plural(count, "file"), shown, _ACCEPTED)
 
 
 def text_blocks(file: IO[bytes], place: str, *, translate: bool) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _has_too_much_outside(line: bytes) -> bool:
 
 
 def json_value(line: bytes, place: str, fields: str) -> Any:
-    """The value of a line of JSON. `fields`: those that are needed, for messages.
+    """The value of a line of JSON. `fields`: the required fields, for messages.
 
     Raises:
         BadDataError: the line is not JSON, or has more than MAX_OUTSIDE_BYTES outside strings.
@@ -215,8 +215,8 @@ def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:
     rest = ""
     for block in blocks:
         rest += block
-        *whole, rest = rest.split(separator) if separator else [rest]
-        for document in whole:
+        *documents, rest = rest.split(separator) if separator else [rest]
+        for document in documents:
             yield Piece((yield from _shorten(document)), True)
         rest = yield from _shorten(rest)
     yield Piece(rest, True)

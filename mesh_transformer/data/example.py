@@ -1,8 +1,8 @@
 """The message in a record: a `tf.train.Example` whose int64 feature `text` is a list of tokens.
 
 Two short features may stand beside it, which readers of 2021 ignore: `documents`, the lengths of the documents in the
-record, and `loss`, the lengths of alternating runs of tokens, the first one not learned. The bytes equal those that
-TensorFlow writes. The reader accepts packed and unpacked numbers and ignores other features.
+record, and `loss`, the lengths of alternating runs of tokens, the first one not learned. TensorFlow writes the same
+bytes. The reader accepts packed and unpacked numbers and ignores other features.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.sequences import Example
 
 _MAX_TOKEN = 2**31 - 1
-# the other types of a Feature
+# the types of a Feature that cannot hold tokens
 _OTHER_LISTS = {"bytes_list": "bytes", "float_list": "floats"}
 # TensorFlow's schema under another package name, so that one process can load both
 _SCHEMA = """
@@ -67,8 +67,8 @@ def decode_example(data: bytes) -> Example:
     except DecodeError as error:
         raise UserError(f"the record is not a tf.train.Example ({error})") from error
     if "text" not in features:
-        some = ", ".join(list(features)[:5])
-        raise UserError(f"the record has no feature `text` (it has: {some or 'none'})")
+        shown = ", ".join(list(features)[:5])
+        raise UserError(f"the record has no feature `text` (it has: {shown or 'none'})")
     tokens = _numbers(features, "text").astype(np.int32)
     return Example(tokens, _lengths(features, "documents", len(tokens)), _lengths(features, "loss", len(tokens)))
 

@@ -12,9 +12,9 @@ from mesh_transformer.data.tokenizer import HubTokenizer, Tokenizer, valid_text
 
 _log = logging.getLogger(__name__)
 
-# the start of the other encoder takes about as long as this text
+# tiktoken starts in about the time that the tokenizer takes for this text
 _BEFORE_CHARS = 1 << 21
-# of the first documents, which both encode
+# the characters that both libraries encode, to compare their ids
 _COMPARED_CHARS = 1 << 20
 _NAMES = 300
 _SHOWN_CHARS = 60
@@ -35,9 +35,9 @@ class LiteralEncoder:
         self._tokenizer = tokenizer
         self._threads = _threads() if threads is None else threads
         self._fast: TiktokenEncoder | None = None
-        # whose vocabulary is still to be tried
+        # the tokenizer whose vocabulary tiktoken has not read yet
         self._source = tokenizer if isinstance(tokenizer, HubTokenizer) else None
-        # characters since the start, and since the other encoder is used
+        # characters since the start, and since tiktoken encodes
         self._chars = self._compared = 0
         self._pool: ThreadPoolExecutor | None = None
 
@@ -48,15 +48,15 @@ class LiteralEncoder:
         if self._fast is None:
             return self._tokenizer.encode_literal(texts)
         valid = [valid_text(text) for text in texts]
-        found = self._encode_all(self._fast, valid)
-        if found is None or self._compared < _COMPARED_CHARS:
+        encoded = self._encode_all(self._fast, valid)
+        if encoded is None or self._compared < _COMPARED_CHARS:
             self._compared += sum(map(len, texts))
             expected = self._tokenizer.encode_literal(texts)
-            self._compare(valid, found, expected)
+            self._compare(valid, encoded, expected)
             return expected
-        left = [i for i, ids in enumerate(found) if ids is None]
+        left = [i for i, ids in enumerate(encoded) if ids is None]
         others = iter(self._tokenizer.encode_literal([valid[i] for i in left]) if left else [])
-        return [next(others) if ids is None else ids for ids in found]
+        return [next(others) if ids is None else ids for ids in encoded]
 
     @property
     def fast(self) -> bool:
@@ -64,7 +64,7 @@ class LiteralEncoder:
         return self._fast is not None
 
     def _start(self, texts: Sequence[str]) -> None:
-        """Prepare the other encoder if enough text has come."""
+        """Prepare tiktoken once enough text has come."""
         self._chars += sum(map(len, texts))
         if self._source is None or self._chars < _BEFORE_CHARS:
             return
@@ -86,7 +86,7 @@ class LiteralEncoder:
             _log.info("tiktoken encodes the texts: it gave the ids of tokenizers for %d odd texts", len(probe))
 
     def _encode_all(self, fast: TiktokenEncoder, texts: Sequence[str]) -> list[list[int] | None] | None:
-        """The ids of each text, None for a text that is not for `fast`; None if the library panics."""
+        """The ids of each text, or None for a text that `fast` refuses. Returns None if the library panics."""
         try:
             if self._threads == 1 or len(texts) < 2:
                 return [fast.encode(text) for text in texts]
@@ -102,14 +102,14 @@ class LiteralEncoder:
             return None
 
     def _compare(
-        self, texts: Sequence[str], found: Sequence[list[int] | None] | None, expected: Sequence[list[int]]
+        self, texts: Sequence[str], encoded: Sequence[list[int] | None] | None, expected: Sequence[list[int]]
     ) -> None:
-        """Leave the other encoder, with a warning, if it failed or gave other ids."""
-        if found is None:
+        """Stop using tiktoken, with a warning, if it failed or its ids differ."""
+        if encoded is None:
             self._fast = None
             _log.warning("tiktoken failed on one of %d texts: tokenizers encodes them and all later texts", len(texts))
             return
-        for text, theirs, ours in zip(texts, found, expected, strict=True):
+        for text, theirs, ours in zip(texts, encoded, expected, strict=True):
             if theirs is None or theirs == ours:
                 continue
             at = os.path.commonprefix([theirs, ours])

@@ -32,7 +32,7 @@ _WITH_INPUT = ", paired with an input that provides further context"
 
 
 class Form(NamedTuple):
-    """The fields that an example of a form has, and those that it may have."""
+    """The required and the optional fields of a form of example."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class MarkedText(NamedTuple):
 
 
 def fields_of(names: Sequence[str]) -> list[str]:
-    """The fields of the first form that the names of fields or columns have; empty: they have no form whole."""
+    """The fields of the first form whose required fields are all in `names`; empty if there is no such form."""
     for form in FORMS:
         if set(form.needed) <= set(names):
             return [name for name in (*form.needed, *form.optional) if name in names]
@@ -82,17 +82,17 @@ def forms() -> str:
 
 
 def example_of(row: Any) -> dict[str, Any]:
-    """The fields of an example in an object of JSON or a row of a table, without other fields.
+    """The fields of the example in an object of JSON or a row of a table.
 
     Raises:
-        UserError: it is no object, has no form whole, is nested too deeply, or has a value that JSON does not have.
+        UserError: it is no object, lacks required fields, is nested too deeply, or has a value that JSON does not have.
     """
     if not isinstance(row, dict):
         raise UserError(f"an example must be an object with {forms()}; got {short(row)}")
-    there = [name for name, value in row.items() if value is not None]
-    names = fields_of(there)
+    given = [name for name, value in row.items() if value is not None]
+    names = fields_of(given)
     if not names:
-        raise UserError(f"an example must have {forms()}; it has {listed([name[:100] for name in there])}")
+        raise UserError(f"an example must have {forms()}; it has {listed([name[:100] for name in given])}")
     return {name: _valid(row[name], 1) for name in names}
 
 
@@ -149,7 +149,7 @@ class InstructionEncoder:
         token that ends the last answer is learned: the tokenizer's, where the template gives none.
 
         Raises:
-            UserError: a field is not what it must be, there is no template for messages, the template refuses them, or
+            UserError: a field has a wrong type, there is no template for messages, the template refuses them, or
                 the places of the answers are not known.
         """
         if "messages" in example:
@@ -190,7 +190,7 @@ class InstructionEncoder:
         return self._ended(ids, learned)
 
     def _ended(self, ids: Sequence[int], learned: np.ndarray) -> LearnedTokens:
-        """The same with the token that ends a text."""
+        """These tokens and the token that ends a text."""
         return LearnedTokens(np.array([*ids, self._tokenizer.eot], np.int32), np.append(learned, True))
 
 
@@ -220,7 +220,7 @@ def marked_text(template: ChatTemplate, messages: Sequence[Message], tools: Sequ
 
 
 def _added(
-    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, whole: str
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str
 ) -> Iterator[tuple[int, int]]:
     """What each answer adds to the text."""
     answers = sum(message["role"] == ANSWERER for message in messages)
@@ -234,11 +234,11 @@ def _added(
             continue
         asked = template.render(messages[:number], tools=tools)
         last = number == len(messages) - 1
-        answered = whole if last else template.render(messages[: number + 1], add_generation_prompt=False, tools=tools)
+        answered = text if last else template.render(messages[: number + 1], add_generation_prompt=False, tools=tools)
         reason = None
         if not answered.startswith(asked):
             reason = "its text does not begin with the text that asks for it (add_generation_prompt)"
-        elif not whole.startswith(answered):
+        elif not text.startswith(answered):
             reason = "later messages change its text or the text before it"
         if reason is not None:
             raise UserError(

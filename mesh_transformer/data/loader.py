@@ -95,7 +95,7 @@ def make_train_loader(
 
     Raises:
         UserError: a file is missing, or the first record of a source does not hold seq + 1 tokens; or a file that is
-            not read in order is compressed or damaged. `next` raises it for a damaged record, and if a whole pass fills
+            read at random is compressed or damaged. `next` raises it for a damaged record, and if a whole pass fills
             no batch.
     """
     shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab, packing)
@@ -162,7 +162,7 @@ class _Counted:
 
 
 def _record_files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
-    """The record files of a source: those of an index, or the cached one of a text."""
+    """The record files of a source: the files that an index lists, or the cached file of a text."""
     if not is_text(path):
         return record_files(path)
     # one host warns

@@ -12,7 +12,7 @@ MAX_TOOLS, MAX_TOOL_CALLS = 1000, 1000
 MAX_DEPTH = 100
 _ALLOWED_PARTS = 'a text, or a list of parts such as {"type": "text", "text": "..."}'
 _ALLOWED_TOOL = '{"type": "function", "function": {"name": "..."}}'
-# they may have nothing to say besides a call or its end
+# roles whose messages may have no content, such as a message with a tool call alone
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 # names of the assistant's thoughts in messages; the first is the one that most templates read
 _REASONING = ("reasoning_content", "thinking", "reasoning")

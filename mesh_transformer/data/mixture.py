@@ -32,12 +32,12 @@ class Draw(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a source is.
+    """Records drawn from a source, in total and at the last change of the weights.
 
     Args:
         weight: its weight in the last step; 0 if it had no more records.
-        drawn: the records that it has given, in all passes.
-        base: `drawn` when the weights last changed.
+        drawn: records drawn in all passes.
+        base: `drawn` at the last change of the weights.
     """
 
     weight: float = 0.0
@@ -76,15 +76,15 @@ class Mixture:
         """The draws of the next step. None, and no change, if the data ends before the step is full: `end` says why."""
         before = {name: replace(progress) for name, progress in self._progress.items()}
         self._set_weights({name: self._weight_at(name, self.step + 1) for name in self.names})
-        found = []
+        draws = []
         for _ in range(self._draws):
             draw = self._draw()
             if draw is None:
                 self._progress = before
                 return None
-            found.append(draw)
+            draws.append(draw)
         self.step += 1
-        return found
+        return draws
 
     def record(self, draw: Draw) -> int:
         """The number of a drawn record in its source."""
@@ -103,7 +103,7 @@ class Mixture:
         return {"version": VERSION, "order": self.order, "step": self.step, "sources": sources}
 
     def go_to(self, position: Any) -> None:
-        """Continue at a stored position. The weights may be others since then.
+        """Continue at a stored position. The weights may have changed since.
 
         Raises:
             UserError: it cannot be read, or is of other sources or another order.
@@ -144,9 +144,9 @@ class Mixture:
         self._shares = {name: int(weight * unit) for name, weight in exact.items()}
 
     def _draw(self) -> Draw | None:
-        """The next draw; None if there is none."""
+        """The next draw; None at the end of the data."""
         progress = self._progress
-        since, total = 1 + sum(one.drawn - one.base for one in progress.values()), sum(self._shares.values())
+        since, total = 1 + sum(source.drawn - source.base for source in progress.values()), sum(self._shares.values())
         lags = {
             name: share * since - total * (progress[name].drawn - progress[name].base)
             for name, share in self._shares.items()
@@ -160,7 +160,7 @@ class Mixture:
         draw = Draw(self.names.index(name), progress[name].drawn)
         progress[name].drawn += 1
         if self._sources[name].after_epochs == "others" and self._is_finished(name):
-            self._set_weights({**{other: one.weight for other, one in progress.items()}, name: 0.0})
+            self._set_weights({**{other: source.weight for other, source in progress.items()}, name: 0.0})
         return draw
 
 

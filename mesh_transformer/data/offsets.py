@@ -1,7 +1,7 @@
 """Where the records of a plain record file begin: little-endian numbers of 8 bytes, one for each record.
 
-`prepare_dataset.py` writes them beside the record file. For other files they are found by a walk over the records at
-first use, and kept in the user's cache folder under the stamp of the record file.
+`prepare_dataset.py` writes them beside the record file. Without this file, a walk over the records at first use finds
+the offsets, and the user's cache folder keeps them under the stamp of the record file.
 """
 
 import hashlib
@@ -59,23 +59,23 @@ def _write(path: str, target: str) -> None:
                 f"{path} is compressed, so it cannot be read from the middle, as a mixture and data.shuffle whole do: "
                 f"decompress it, or read it as the only data.train_set with data.shuffle true or false"
             )
-        found: list[int] = []
+        offsets: list[int] = []
         offset = 0
         while reader.read(keep=False) is not None:
-            found.append(offset)
+            offsets.append(offset)
             offset = reader.offset
-        file.write(np.array(found, "<u8").tobytes())
+        file.write(np.array(offsets, "<u8").tobytes())
 
 
 def _check(path: str, offsets: str) -> None:
     """Refuse offsets whose last record is not the last of the record file."""
-    n_bytes, whole = os.path.getsize(offsets), files.size(path)
+    n_bytes, file_bytes = os.path.getsize(offsets), files.size(path)
     with open(offsets, "rb") as file:
         file.seek(max(n_bytes - OFFSET_BYTES, 0))
         last = int.from_bytes(file.read(OFFSET_BYTES), "little")
     header = files.read_range(path, last, OFFSET_BYTES)
     end = last + FRAME_BYTES + int.from_bytes(header, "little") if n_bytes else 0
-    if n_bytes % OFFSET_BYTES or end != whole:
+    if n_bytes % OFFSET_BYTES or end != file_bytes:
         raise UserError(
             f"{path + SUFFIX} does not fit {path}, whose records it should list: delete it, and it is made again, or "
             "make both files again"

@@ -81,7 +81,8 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
 
     `counts_of_cached` has the size of the text.
 
-    Several processes may call it at once. Each writes under its own name; the last one to finish replaces the others.
+    Several processes may call it at once. Each writes under its own name; the last one to finish replaces the earlier
+    files.
 
     Args:
         n_vocab: of the model. A warning names a tokenizer with more IDs. None: no warning.

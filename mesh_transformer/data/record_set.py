@@ -60,7 +60,7 @@ class RecordSet:
             self.files = tuple(pool.map(RecordFile.of, paths))
         # the number of records up to the end of each file
         self._ends = list(accumulate(file.records for file in self.files))
-        # by the place of the file; the one that was used last stands last
+        # by the place of the file, least recently used first
         self._open: dict[int, tuple[IO[bytes], IO[bytes]]] = {}
         self._pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE)
 
@@ -73,8 +73,8 @@ class RecordSet:
         Raises:
             UserError: a record is damaged; names the file, the record and its offset.
         """
-        found = [self._begin(number) for number in numbers]
-        return [record.result() if isinstance(record, Future) else record for record in found]
+        pending = [self._begin(number) for number in numbers]
+        return [record.result() if isinstance(record, Future) else record for record in pending]
 
     def close(self) -> None:
         """Release the files."""

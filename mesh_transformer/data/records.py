@@ -54,7 +54,7 @@ class Record(NamedTuple):
 
 
 class RecordReader:
-    """Reads or skips one record at a time. `number` and `offset` are those of the next record.
+    """Reads or skips one record at a time. `number` and `offset` belong to the next record.
 
     A start at an offset costs one seek in a plain file; a compressed file is read up to the offset.
 

@@ -19,14 +19,14 @@ def stamp_of(path: str) -> str:
     return f"{size(path)} bytes, sha256 of the first 64 KiB {head[:16]}..."
 
 
-def check_stamp(path: str, found: str, stored: str) -> None:
+def check_stamp(path: str, current: str, stored: str) -> None:
     """Compare the stamp of a file with the one stored in a data position.
 
     Raises:
         UserError: the file has changed.
     """
-    if found != stored:
+    if current != stored:
         raise UserError(
-            f"{path} has changed since the data position was stored (then: {stored}; now: {found}): restore the "
+            f"{path} has changed since the data position was stored (then: {stored}; now: {current}): restore the "
             f"former file, {RESTART}"
         )

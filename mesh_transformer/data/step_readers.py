@@ -53,8 +53,8 @@ class StepReader(Protocol):
 
 
 class StreamReader:
-    """The records of a stream of files (`stream.py`). What fills no step at the end of a file is dropped, unless the
-    stream spans files.
+    """The records of a stream of files (`stream.py`). Records at the end of a file that fill no step are dropped,
+    unless the stream spans files.
 
     Args:
         n_files: of the stream.
@@ -187,10 +187,10 @@ class MixtureReader:
 
 
 def _check_files(name: str, records: RecordSet, stored: Any) -> None:
-    """Compare the files of a source with those of a stored position.
+    """Compare the files of a source with the files of a stored position.
 
     Raises:
-        UserError: a file has changed, or the source has others.
+        UserError: a file has changed, or the list of files differs.
     """
     if not isinstance(stored, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in stored):
         raise UserError(f"the stored data position has no files of the source {name}: {stored!r}"[:500])

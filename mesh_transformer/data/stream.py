@@ -229,14 +229,14 @@ def resume(stream: Stream, position: Any) -> None:
     """
     if not isinstance(position, dict):
         raise UserError(f"the stored data position cannot be read: {position!r}"[:500])
-    whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
+    numeric = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
     files = position.get("files")
     stamped = isinstance(files, dict) and all(
         _PLACE.fullmatch(at) and isinstance(stamp, str) for at, stamp in files.items()
     )
     named = isinstance(position.get("name"), str)
     # a later version has an order of its own
-    if position.get("version") not in (1, 2) or position["version"] == 1 and not (whole and named and stamped):
+    if position.get("version") not in (1, 2) or position["version"] == 1 and not (numeric and named and stamped):
         raise UserError(f"the stored data position cannot be read: {position!r}"[:500])
     if position.get("order") != stream.order:
         raise UserError(

@@ -44,7 +44,7 @@ def tar_entries(file: IO[bytes], place: str) -> Iterator[tuple[tarfile.TarInfo, 
         TarError, ValueError: it is damaged, ends early, or has headers that are too large; see `damage_explained`.
     """
     bounded = _Bounded(file)
-    stream = cast(IO[bytes], bounded)  # of which no more than `read` is used
+    stream = cast(IO[bytes], bounded)  # tarfile calls only its `read`
     archive = tarfile.open(  # noqa: SIM115  (it owns nothing)
         fileobj=stream, mode="r|", bufsize=_STEP_BYTES, tarinfo=_Header
     )

@@ -106,10 +106,10 @@ class _Namespace(Namespace):
 
     # not `self`: a template may use this name
     def __init__(*args: Any, **named: Any):  # noqa: B902
-        own, *values = args
-        Namespace.__init__(own)
+        namespace, *values = args
+        Namespace.__init__(namespace)
         for name, value in dict(*values, **named).items():
-            own[name] = value
+            namespace[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -154,12 +154,12 @@ def render(source: str, variables: Mapping[str, Any], answers: bool = False) -> 
             tag.written += len(piece)
             if tag.written > TEXT_CHARS:
                 return {"error": f"the text has more than {TEXT_CHARS} characters"}
-        found = "".join(pieces)
+        rendered = "".join(pieces)
         if not answers:
-            return {"text": found}
+            return {"text": rendered}
         # halves of a surrogate pair would become one character in JSON, and move the places
-        found.encode()
-        return {"text": found, "answers": tag.answers(found)}
+        rendered.encode()
+        return {"text": rendered, "answers": tag.answers(rendered)}
 
     return _explained(text)
 
@@ -205,7 +205,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # libtpu lets its process ignore it, and a child would too
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    # whatever Python and Jinja open at the first use; the imports above that have no other use are such too
+    # open now what Python and Jinja open at the first use, as the unused imports above do
     _import_encodings()
     render("{{ strftime_now('%c %Z') }}{{ raise_exception('') }}", {})
     names("{{ a }}")

@@ -49,7 +49,7 @@ class TextCounts:
 def counts_of_index(path: str) -> TextCounts | None:
     """The counts of an index file, local or `gs://`, which `manifest.json` beside it has.
 
-    None if there is no such file, if it is of another program, or for another index file.
+    None without such a file, for a manifest of another program, and for an index file of another name.
 
     Raises:
         UserError: the manifest has counts and cannot be read.
@@ -63,13 +63,13 @@ def counts_of_index(path: str) -> TextCounts | None:
     try:
         if len(content) > _MAX_BYTES:
             raise ValueError(f"longer than {_MAX_BYTES} bytes")
-        found = json.loads(content)
+        parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{manifest} cannot be read ({error}): copy it again from where the data was made, or delete it to train "
             f"without bits per byte"
         ) from error
-    return TextCounts.of(found.get(side)) if isinstance(found, dict) else None
+    return TextCounts.of(parsed.get(side)) if isinstance(parsed, dict) else None
 
 
 def cached_counts(records: str) -> str:

@@ -40,7 +40,7 @@ class TextStream:
         if "" in stops:
             raise ValueError("a stop text must have at least one character")
         self._tokenizer, self._stops = tokenizer, sorted(set(stops))
-        self._whole, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
+        self._stop_set, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
         self._longest = max(self._lengths, default=0)
         self._min_tokens = min_tokens
         # Previous tokens can change the text of the next ones. So the window starts with tokens whose text is known.
@@ -51,14 +51,14 @@ class TextStream:
         # number of tokens of the window with known text, and the length of this text in characters
         self._known = len(self._window)
         self._known_length = len(tokenizer.decode(self._window))
-        # the text of the other tokens of the window; later tokens can change it
+        # the text of the remaining tokens of the window, which later tokens can change
         self._unfinished = ""
         # decoded characters of the completion, including the held ones
         self._decoded = 0
         # decoded text that may be the start of a stop text
         self._held = ""
         # start of the first stop text found so far; a longer one may start before it
-        self._found = sys.maxsize
+        self._stop_start = sys.maxsize
         # the text returned so far
         self.text = ""
         # whether a stop text ended the completion; later tokens are ignored
@@ -96,7 +96,7 @@ class TextStream:
         if len(self.offsets) > self._min_tokens:
             self._find_stops(new)
         end = len(self._held) if last else self._possible_stop()
-        at = self._found - len(self.text)
+        at = self._stop_start - len(self.text)
         self.stopped = at <= end
         certain = self._held[: min(at, end)]
         self._held = "" if self.stopped else self._held[end:]
@@ -109,13 +109,13 @@ class TextStream:
         The time depends on the number of different lengths of stop texts, not on their number.
         """
         held = self._held
-        found = [
+        starts = [
             len(self.text) + end - length
             for end in range(len(held) - new + 1, len(held) + 1)
             for length in self._lengths
-            if length <= end and held[end - length : end] in self._whole
+            if length <= end and held[end - length : end] in self._stop_set
         ]
-        self._found = min([self._found, *found])
+        self._stop_start = min([self._stop_start, *starts])
 
     def _possible_stop(self) -> int:
         """The index in the held text at which a stop text may start that is still incomplete. Else the length of the

@@ -39,7 +39,7 @@ class TiktokenEncoder:
         self._nfc = normalizers.NFC().normalize_str
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of `text`, which has no lone surrogates; None if the text is not for tiktoken."""
+        """The ids of `text`, which has no lone surrogates; None for a text on which tiktoken may panic."""
         if _LONG_SPACE.search(text):
             return None
         level = self._level
@@ -79,9 +79,9 @@ def _compare_class(characters: str) -> None:
     without = normalizers.Replace(Regex(f"{characters}+"), "").normalize_str
     for first in range(0, 0x110000, _BLOCK):
         block = "".join(chr(code) for code in range(first, first + _BLOCK) if not 0xD800 <= code < 0xE000)
-        others, found = without(block), bytes(made.encode_ordinary(block)).decode()
+        others, members = without(block), bytes(made.encode_ordinary(block)).decode()
         # most blocks have no character of the class
-        if others == block and not found:
+        if others == block and not members:
             continue
-        if different := set(block).difference(others) ^ set(found):
+        if different := set(block).difference(others) ^ set(members):
             raise Unsupported(f"tiktoken and tokenizers differ on {characters} and U+{ord(min(different)):04X}")

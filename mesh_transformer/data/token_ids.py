@@ -38,9 +38,9 @@ def check_files(folder: str, name: str) -> None:
     """
     paths = glob.glob(os.path.join(glob.escape(folder), "tokenizer*.json"))
     paths += [os.path.join(folder, file) for file in ("vocab.json", "added_tokens.json", "tokenizer.model")]
-    found = {os.path.basename(path): list(_entries(path)) for path in paths if os.path.isfile(path)}
-    tokens = {token for entries in found.values() for token, _ in entries} - {_UNKNOWN}
-    for file, entries in found.items():
+    by_file = {os.path.basename(path): list(_entries(path)) for path in paths if os.path.isfile(path)}
+    tokens = {token for entries in by_file.values() for token, _ in entries} - {_UNKNOWN}
+    for file, entries in by_file.items():
         _check(entries, len(tokens), join(name, file))
 
 
@@ -77,7 +77,7 @@ def _entries(path: str) -> Iterator[Entry]:
     if os.path.basename(path) in ("vocab.json", "added_tokens.json"):
         yield from _vocabulary(content)
         return
-    # the keys of tokenizer.json and of tokenizer_config.json: a file may be named as the other
+    # the keys of tokenizer.json and of tokenizer_config.json, because a file may have the other name
     content = _object(content)
     model = _object(content.get("model"))
     yield from _vocabulary(model.get("vocab"))

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's and others of Hugging Face, or plain bytes."""
+"""Tokenizers of Hugging Face, such as GPT-2's, and plain bytes."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         """The ids of `text`. Names of special tokens become their ids.
 
         Args:
-            add_special_tokens: add those that the tokenizer puts around a text, such as a start token.
+            add_special_tokens: add the tokens that the tokenizer puts around a text, such as a start token.
         """
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
         Args:
             text: without halves of surrogate pairs.
             literal: names of special tokens are ordinary characters.
-            add_special_tokens: add those that the tokenizer puts around a text.
+            add_special_tokens: add the tokens that the tokenizer puts around a text.
         """
 
     def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
@@ -90,7 +90,7 @@ class HubTokenizer:
 
     Args:
         fingerprint: of its files.
-        end_tokens: the tokens that end a completion, besides the tokenizer's own.
+        end_tokens: further tokens that end a completion, in addition to the tokenizer's end tokens.
     """
 
     def __init__(self, tokenizer: Any, name: str, fingerprint: str, end_tokens: Iterable[int] = ()):
@@ -100,8 +100,8 @@ class HubTokenizer:
         # not the number of tokens: IDs may leave numbers out
         self.n_vocab = 1 + max(tokenizer.get_vocab().values())
         self.bos, self.eot = tokenizer.bos_token_id, _eot_id(self._backend, tokenizer, name)
-        own = [self.eot] if tokenizer.eos_token_id is None else [self.eot, tokenizer.eos_token_id]
-        self.end_tokens = tuple(dict.fromkeys([*own, *end_tokens]))
+        eos_ids = [self.eot] if tokenizer.eos_token_id is None else [self.eot, tokenizer.eos_token_id]
+        self.end_tokens = tuple(dict.fromkeys([*eos_ids, *end_tokens]))
         self.chat_template = _chat_template(tokenizer, name, "default")
         self.tool_template = None if self.chat_template is None else _chat_template(tokenizer, name, "tool_use")
         self.special_names = tokenizer.special_tokens_map
@@ -115,14 +115,14 @@ class HubTokenizer:
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         self._backend.encode_special_tokens = True
         valid = [valid_text(text) for text in texts]
-        return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
 
     def encode_with_places(
         self, text: str, *, literal: bool = False, add_special_tokens: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
         self._backend.encode_special_tokens = literal
-        found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        return found.ids, found.offsets
+        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return encoding.ids, encoding.offsets
 
     def definition(self) -> dict[str, Any]:
         """The JSON object of its tokenizer.json: normalizer, splitting, vocabulary and merges, added tokens."""
@@ -260,12 +260,12 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
     if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
         raise UserError(f"{name}: its tokenizer is empty or not supported; {_WAY_OUT}")
     token_ids.check_vocabulary(tokenizer.get_vocab(), place)
-    found = HubTokenizer(tokenizer, name, _fingerprint(folder, name), _end_tokens(folder, name))
+    hub_tokenizer = HubTokenizer(tokenizer, name, _fingerprint(folder, name), _end_tokens(folder, name))
     # some faults of a normalizer or a decoder appear only in use
     with _errors_explained(place), contextlib.suppress(Exception):
-        found.decode(found.encode("a é"))
-        found.encode("a é", add_special_tokens=True)
-    return found
+        hub_tokenizer.decode(hub_tokenizer.encode("a é"))
+        hub_tokenizer.encode("a é", add_special_tokens=True)
+    return hub_tokenizer
 
 
 @contextlib.contextmanager
@@ -297,10 +297,10 @@ def _end_tokens(folder: str, name: str) -> list[int]:
     files = [file for file in ("generation_config.json", "config.json") if os.path.isfile(os.path.join(folder, file))]
     if not files:
         return []
-    place, found = join(name, files[0]), _config(folder, name, files[0]).get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    place, eos = join(name, files[0]), _config(folder, name, files[0]).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if len(ids) > _MAX_END_TOKENS or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
-        raise UserError(f"{place}: eos_token_id must be a token ID or a list of at most {_MAX_END_TOKENS}; got {found}")
+        raise UserError(f"{place}: eos_token_id must be a token ID or a list of at most {_MAX_END_TOKENS}; got {eos}")
     return ids
 
 
@@ -324,18 +324,18 @@ def _config(folder: str, name: str, file_name: str) -> dict[str, Any]:
     with open(os.path.join(folder, file_name), "rb") as file:
         content = file.read(_MAX_CONFIG_BYTES + 1)
     try:
-        found = json.loads(content) if len(content) <= _MAX_CONFIG_BYTES else {}
+        config = json.loads(content) if len(content) <= _MAX_CONFIG_BYTES else {}
     except (ValueError, RecursionError) as error:
         raise UserError(f"{join(name, file_name)} is not a JSON object ({error}): correct it or delete it") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UserError(f"{join(name, file_name)} is not a JSON object: correct it or delete it")
-    return found
+    return config
 
 
 def _chat_template(tokenizer: Any, name: str, kind: str) -> str | None:
     """The chat template of this name. A folder may have several; a single one is the default."""
-    found = tokenizer.chat_template
-    source = (found if isinstance(found, dict) else {"default": found}).get(kind)
+    templates = tokenizer.chat_template
+    source = (templates if isinstance(templates, dict) else {"default": templates}).get(kind)
     if source is not None and not (isinstance(source, str) and len(source) <= MAX_TEMPLATE_CHARS):
         raise UserError(f"{name}: its chat template must be a text of at most {MAX_TEMPLATE_CHARS} characters")
     return source

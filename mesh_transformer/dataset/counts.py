@@ -43,14 +43,14 @@ class Counts:
 
 
 def total(counts: Iterable[Counts]) -> Counts:
-    """The sum."""
+    """The sum of all counts."""
     return sum(counts, Counts())
 
 
 def add_reasons(reasons: Iterable[dict[str, int]]) -> dict[str, int]:
     """The sums of the counts by reason, in the order of the names."""
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for counts in reasons:
         for reason, count in counts.items():
-            found[reason] = found.get(reason, 0) + count
-    return dict(sorted(found.items()))
+            sums[reason] = sums.get(reason, 0) + count
+    return dict(sorted(sums.items()))

@@ -29,7 +29,7 @@ class Duplicates:
 
     Args:
         work: the folder of the objects.
-        rows: documents of a group and of a bucket, about.
+        rows: documents of a group at most, and of a bucket on average.
     """
 
     def __init__(self, work: str, stages: Stages, rows: int = GROUP_ROWS):
@@ -38,14 +38,16 @@ class Duplicates:
     def drop(
         self, paths: Sequence[str], fragments: Sequence[Fragment]
     ) -> tuple[list[tuple[Counts, Counts]], list[list[Source]]]:
-        """What remains of each fragment, for each side; and for each side, where its tokens are."""
+        """(counts of the kept documents of each fragment, by side; sources of the kept tokens of each side)."""
         slices = [
-            one for number, path in enumerate(paths) for one in slices_of(number, path, fragments[number], self._rows)
+            table_slice
+            for number, path in enumerate(paths)
+            for table_slice in slices_of(number, path, fragments[number], self._rows)
         ]
         groups = groups_of(slices, self._rows)
-        buckets = -(-sum(one.rows for one in slices) // self._rows)
+        buckets = -(-sum(table_slice.rows for table_slice in slices) // self._rows)
         in_order = self._paths("sorted", len(groups))
-        found = self._paths("bucket", buckets)
+        bucket_paths = self._paths("bucket", buckets)
         rest = self._paths("kept", len(groups))
         tasks = [
             Task(sort_group, (path, self._work, group, buckets), path)
@@ -54,14 +56,14 @@ class Duplicates:
         ordered = self._stages.run("sorting", _named(tasks), Sorted)
         firsts = [(group[0].fragment, group[0].first) for group in groups[1:]]
         tasks = []
-        for number, path in enumerate(found):
-            ranges = [one.bucket(at, number) for one, at in zip(ordered, in_order, strict=True)]
+        for number, path in enumerate(bucket_paths):
+            ranges = [sorted_group.bucket(at, number) for sorted_group, at in zip(ordered, in_order, strict=True)]
             tasks.append(Task(find_duplicates, (path, self._work, ranges, firsts), path))
         drops = self._stages.run("comparing", _named(tasks), Bucket)
         tasks = []
         for number, (path, group) in enumerate(zip(rest, groups, strict=True)):
             ranges = [ordered[number].dropped(in_order[number])]
-            ranges += [one.group(at, number) for one, at in zip(drops, found, strict=True)]
+            ranges += [bucket.group(at, number) for bucket, at in zip(drops, bucket_paths, strict=True)]
             lengths = ordered[number].lengths(in_order[number])
             tasks.append(Task(keep_rest, (path, self._work, group, lengths, ranges), path))
         kept = self._stages.run("dropping", _named(tasks), Kept)
@@ -82,15 +84,15 @@ def _rest(
     for group, path, result in zip(groups, paths, kept, strict=True):
         at = result.at
         for side in range(len(SIDES)):
-            for one, sides in zip(group, result.slices, strict=True):
-                rest, fragment = sides[side], fragments[one.fragment]
+            for table_slice, sides in zip(group, result.slices, strict=True):
+                rest, fragment = sides[side], fragments[table_slice.fragment]
                 runs = Range(path, at, rest.runs * RUN.itemsize)
                 at += runs.length
                 if rest.counts.tokens:
-                    at_tokens, table = places[one.fragment][side], one.table(side)
-                    sources[side].append(Source(one.path, at_tokens, rest.counts.tokens, table, runs))
-                places[one.fragment][side] += rest.tokens * fragment.width
-                counts[one.fragment][side] += rest.counts
+                    at_tokens, table = places[table_slice.fragment][side], table_slice.table(side)
+                    sources[side].append(Source(table_slice.path, at_tokens, rest.counts.tokens, table, runs))
+                places[table_slice.fragment][side] += rest.tokens * fragment.width
+                counts[table_slice.fragment][side] += rest.counts
     return [(train, val) for train, val in counts], sources
 
 

@@ -3,10 +3,10 @@
 Three kinds of tasks, each with an object. A slice is a range of rows of a fragment's table; a group is some slices.
 
 1. sort: the rows of a group as (hash, fragment, row), sorted, so that one bucket of hashes lies in one range. Of equal
-   hashes in the group, all but the first are dropped.
-2. bucket: the rows of all groups whose hashes are in one bucket. Of equal hashes, all but the first are dropped. The
-   drops are sorted by fragment and row, so that the drops of one group lie in one range.
-3. keep: what remains of each slice of a group, as runs of tokens.
+   hashes in the group, the first stays; the repeated rows are dropped.
+2. bucket: the rows of all groups whose hashes are in one bucket. Of equal hashes, the first stays. The drops are sorted
+   by fragment and row, so that the drops of one group lie in one range.
+3. keep: the kept documents of each slice of a group, as runs of tokens.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class Range:
 
 @dataclass(frozen=True)
 class KeptSide:
-    """What remains of one side of a slice.
+    """The kept documents of one side of a slice.
 
     Args:
-        counts: of the documents that remain.
+        counts: of the kept documents.
         tokens: of the slice, with the duplicates.
-        runs: how many runs of tokens remain.
+        runs: the number of runs of kept tokens.
     """
 
     counts: Counts
@@ -128,7 +128,7 @@ class KeptSide:
 
 @dataclass(frozen=True)
 class Kept:
-    """What remains of the slices of a group: for each slice, for each side. The payload has the runs of the training
+    """The kept documents of a group: for each slice, for each side. The payload has the runs of the training
     documents of all slices, then of the validation documents: RUN, in tokens from the beginning of the slice's side."""
 
     slices: tuple[tuple[KeptSide, KeptSide], ...]
@@ -136,7 +136,7 @@ class Kept:
 
 
 def slices_of(number: int, path: str, fragment: Fragment, rows: int = GROUP_ROWS) -> Iterator[Slice]:
-    """The slices of a fragment, in order. None has more rows than a group."""
+    """The slices of a fragment, in order. A slice has at most the rows of a group."""
     train, size = fragment.train.documents, min(SLICE_ROWS, rows)
     for first in range(0, fragment.documents, size):
         stop = min(first + size, fragment.documents)
@@ -148,33 +148,33 @@ def groups_of(slices: Sequence[Slice], rows: int = GROUP_ROWS, count: int = GROU
     """Slices in a row whose tables fit in memory together."""
     groups: list[list[Slice]] = []
     size = 0
-    for one in slices:
-        if not groups or size + one.rows > rows or len(groups[-1]) == count:
+    for table_slice in slices:
+        if not groups or size + table_slice.rows > rows or len(groups[-1]) == count:
             groups.append([])
             size = 0
-        groups[-1].append(one)
-        size += one.rows
+        groups[-1].append(table_slice)
+        size += table_slice.rows
     return groups
 
 
 def bucket_bounds(buckets: int) -> np.ndarray:
-    """The first hash of each bucket but the first, as `_SORTED` (buckets - 1,)."""
+    """The first hash of the buckets 1, 2, ..., as `_SORTED` (buckets - 1,)."""
     bounds = [((i << 128) // buckets).to_bytes(16, "big").ljust(_SORTED.itemsize, b"\0") for i in range(1, buckets)]
     return np.frombuffer(b"".join(bounds), _SORTED)
 
 
 def sort_group(target: str, scratch: str, group: Sequence[Slice], buckets: int) -> Sorted:
     """The rows of a group, sorted."""
-    keys = np.empty(sum(one.rows for one in group), KEY)
+    keys = np.empty(sum(table_slice.rows for table_slice in group), KEY)
     at = 0
     with spool(scratch) as lengths:
-        for one in group:
-            rows, part = one.read(), keys[at : at + one.rows]
+        for table_slice in group:
+            rows, part = table_slice.read(), keys[at : at + table_slice.rows]
             part["hash"] = rows["hash"]
-            part["fragment"] = one.fragment
-            part["row"] = np.arange(one.first, one.first + one.rows)
+            part["fragment"] = table_slice.fragment
+            part["row"] = np.arange(table_slice.first, table_slice.first + table_slice.rows)
             lengths.write(rows[list(LENGTHS.names or ())].astype(LENGTHS).tobytes())
-            at += one.rows
+            at += table_slice.rows
         keys, drops = _without_repeated(keys)
         ends = (*np.searchsorted(keys.view(_SORTED), bucket_bounds(buckets)).tolist(), len(keys))
         lengths.seek(0)
@@ -188,13 +188,15 @@ def find_duplicates(target: str, scratch: str, ranges: Sequence[Range], firsts: 
 
     Args:
         ranges: the bucket's range of each group.
-        firsts: fragment and row where each group but the first begins.
+        firsts: fragment and row at which the groups 1, 2, ... begin.
     """
-    keys = np.empty(sum(one.length for one in ranges) // KEY.itemsize, KEY)
+    keys = np.empty(sum(byte_range.length for byte_range in ranges) // KEY.itemsize, KEY)
     at, content = 0, keys.view(np.uint8)
-    for one in ranges:
-        content[at : at + one.length] = np.frombuffer(read_range(one.path, one.at, one.length), np.uint8)
-        at += one.length
+    for byte_range in ranges:
+        content[at : at + byte_range.length] = np.frombuffer(
+            read_range(byte_range.path, byte_range.at, byte_range.length), np.uint8
+        )
+        at += byte_range.length
     _, drops = _without_repeated(keys)
     bounds = [_place(np.array(fragment), np.array(row)) for fragment, row in firsts]
     places = _place(drops["fragment"], drops["row"])
@@ -203,8 +205,8 @@ def find_duplicates(target: str, scratch: str, ranges: Sequence[Range], firsts: 
 
 
 def _without_repeated(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first of the keys with equal hashes, sorted, KEY; and the others by fragment and row, DROP. It sorts `keys`
-    in place."""
+    """(the first key of each hash, sorted, KEY; the repeated keys, by fragment and row, DROP). Sorts `keys` in
+    place."""
     keys.view(_SORTED).sort()
     hashes = keys["hash"]
     repeated = np.concatenate(([False] * min(1, len(keys)), hashes[1:] == hashes[:-1])).astype(bool)
@@ -220,30 +222,38 @@ def _range(path: str, at: int, ends: Sequence[int], number: int, row: np.dtype) 
 
 
 def keep_rest(target: str, scratch: str, group: Sequence[Slice], lengths: Range, ranges: Sequence[Range]) -> Kept:
-    """What remains of a group.
+    """The kept documents of a group.
 
     Args:
         lengths: where the lengths of its documents are.
         ranges: where its drops are: in its own sorted rows, and in each bucket.
     """
-    drops = np.frombuffer(b"".join(read_range(one.path, one.at, one.length) for one in ranges), DROP)
+    drops = np.frombuffer(
+        b"".join(read_range(byte_range.path, byte_range.at, byte_range.length) for byte_range in ranges), DROP
+    )
     place = np.sort(_place(drops["fragment"], drops["row"]))
     slices = []
     runs: tuple[list[bytes], list[bytes]] = [], []
     with spool(scratch) as table:
         copy_range(lengths.path, lengths.at, lengths.at + lengths.length, table)
         table.seek(0)
-        for one in group:
-            bounds = _place(np.array([one.fragment] * 2), np.array([one.first, one.first + one.rows]))
+        for table_slice in group:
+            bounds = _place(
+                np.array([table_slice.fragment] * 2),
+                np.array([table_slice.first, table_slice.first + table_slice.rows]),
+            )
             first, stop = np.searchsorted(place, bounds)
-            mine = (place[first:stop] & np.uint64(0xFFFFFFFF)).astype(np.int64) - one.first
-            kept = np.ones(one.rows, bool)
+            mine = (place[first:stop] & np.uint64(0xFFFFFFFF)).astype(np.int64) - table_slice.first
+            kept = np.ones(table_slice.rows, bool)
             kept[mine] = False
-            rows = np.frombuffer(table.read(one.rows * LENGTHS.itemsize), LENGTHS)
-            sides = [_keep_side(rows[part], kept[part]) for part in (slice(0, one.train), slice(one.train, one.rows))]
+            rows = np.frombuffer(table.read(table_slice.rows * LENGTHS.itemsize), LENGTHS)
+            sides = [
+                _keep_side(rows[part], kept[part])
+                for part in (slice(0, table_slice.train), slice(table_slice.train, table_slice.rows))
+            ]
             slices.append((sides[0][0], sides[1][0]))
-            for of_side, (_, found) in zip(runs, sides, strict=True):
-                of_side.append(found.tobytes())
+            for of_side, (_, kept_runs) in zip(runs, sides, strict=True):
+                of_side.append(kept_runs.tobytes())
     return write_object(target, scratch, Kept(tuple(slices)), runs[0] + runs[1])
 
 

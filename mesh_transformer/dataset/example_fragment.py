@@ -33,7 +33,7 @@ def write_example_fragment(
 
     Raises:
         UserError: a place is not an example, and `text.on_error` is "stop"; the input is missing or damaged; or the
-            chat template is not that of the driver's node.
+            chat template differs from the driver's.
     """
     tokenizer = tokenizer_of(text)
     if template_fingerprint(tokenizer) != chosen.template:
@@ -58,21 +58,21 @@ def _add(row: Row, encoder: InstructionEncoder, collected: Collected, chosen: Ex
     if not collected.takes(digest):
         return
     try:
-        found = encoder.encode(row.example)
+        tokens = encoder.encode(row.example)
     except UserError as error:
         collected.refuse(Bad.of(BadDataError(row.place, "bad example", str(error))))
         return
-    too_long = len(found.ids) > chosen.most
+    too_long = len(tokens.ids) > chosen.most
     if too_long and chosen.long == "drop":
         collected.drop(TOO_LONG)
         return
-    found = shortened(found, chosen.most)
-    if not learns(found):
+    tokens = shortened(tokens, chosen.most)
+    if not learns(tokens):
         collected.drop(NO_ANSWER)
         return
     collected.cut += too_long
     # without the size of the text, which is for bits per byte of whole documents
-    collected.add(digest, io.BytesIO(_stored(found)), len(found.ids), 0)
+    collected.add(digest, io.BytesIO(_stored(tokens)), len(tokens.ids), 0)
 
 
 def _stored(tokens: LearnedTokens) -> bytes:

@@ -65,7 +65,7 @@ class Text:
         column: the name of the text in rows and JSON objects.
         val: the share of the documents that go to the validation set.
         on_error: whether a place that is not a document is counted or ends the job.
-        examples: each row or JSON object is an example. None: it has a text.
+        examples: how examples of instruction data become documents. None: each row or JSON object has a text.
     """
 
     tokenizer: str
@@ -188,7 +188,7 @@ class _Side:
 
 
 class Collected:
-    """The documents of a part that are kept, in files, and the counts of the others.
+    """The kept documents of a part, in files, and the counts of the dropped ones.
 
     Args:
         stack: closes the files.
@@ -242,9 +242,11 @@ class Collected:
     def write(self, target: str) -> Fragment:
         """Write the fragment."""
         train, val = (side.counts() for side in self._sides)
-        found = Fragment(train, val, dict(sorted(self._dropped.items())), tuple(self._bad), self._text.width, self.cut)
+        fragment = Fragment(
+            train, val, dict(sorted(self._dropped.items())), tuple(self._bad), self._text.width, self.cut
+        )
         files = [*(side.table for side in self._sides), *(side.tokens for side in self._sides)]
-        return write_object(target, self._scratch, found, (block for file in files for block in _blocks(file)))
+        return write_object(target, self._scratch, fragment, (block for file in files for block in _blocks(file)))
 
 
 class _Writer:

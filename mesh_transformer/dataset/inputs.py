@@ -48,36 +48,36 @@ def read_inputs(specs: Sequence[str]) -> list[Input]:
 
     X is a file, a folder with all files below it, a pattern with *, ?, [] and **, the same on gs://, the beginning of
     names on gs://, or hf://datasets/ORG/NAME with @REVISION, /FOLDER and :SPLIT where needed. Names that begin with a
-    dot are left out. A share is read only where nothing has the whole name.
+    dot are left out. X=SHARE is a path if a file or folder has this whole name.
 
     Raises:
-        UserError: there is no such input, it has no file or files of other kinds, a share is not above 0 and at most 1,
-            or a file is in two inputs.
+        UserError: there is no such input, it has no file or a file of an unknown kind, a share is not above 0 and at
+            most 1, or a file is in two inputs.
     """
     if not specs:
         raise UserError("no input: give at least one --input")
     inputs = [_read(spec) for spec in specs]
-    names = Counter(one.spec.rstrip("/") for one in inputs)
+    names = Counter(source.spec.rstrip("/") for source in inputs)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UserError(f"the input {twice[0]} is given {names[twice[0]]} times: give it once, with its share")
     owners: dict[str, str] = {}
-    for one in inputs:
-        for file in one.files:
+    for source in inputs:
+        for file in source.files:
             if file.path in owners:
                 raise UserError(
-                    f"{file.path} is in two inputs, {owners[file.path]} and {one.spec}: choose inputs without common "
-                    "files"
+                    f"{file.path} is in two inputs, {owners[file.path]} and {source.spec}: choose inputs without "
+                    "common files"
                 )
-            owners[file.path] = one.spec
-    if empty := [file.path for one in inputs for file in one.files if not file.size]:
+            owners[file.path] = source.spec
+    if empty := [file.path for source in inputs for file in source.files if not file.size]:
         _log.warning("%s: %s", plural(len(empty), "file has no bytes", "files have no bytes"), listed(empty))
     return inputs
 
 
 def _read(spec: str) -> Input:
     name, share = _share(spec)
-    found = sorted(set(_remote_files(name) if _is_remote(name) else _local_files(name)))
-    named = [(path, size, format_of(path)) for path, size in found]
+    sized_files = sorted(set(_remote_files(name) if _is_remote(name) else _local_files(name)))
+    named = [(path, size, format_of(path)) for path, size in sized_files]
     if unknown := [path for path, _, format in named if not format]:
         raise UserError(
             f"{name}: {plural(len(unknown), 'file')} of an unknown kind: {listed(unknown)}; allowed: {allowed()}: move "
@@ -89,7 +89,7 @@ def _read(spec: str) -> Input:
 
 
 def _share(spec: str) -> tuple[str, float]:
-    """X and the share of X=SHARE; the whole and 1 where the end is no number, or where something has the whole name."""
+    """(X, SHARE) of X=SHARE. (`spec`, 1) if the end is no number, or if a file has the whole name."""
     name, equals, end = spec.rpartition("=")
     try:
         share = float(end)
@@ -130,12 +130,12 @@ def _local_files(name: str) -> Iterator[tuple[str, int]]:
         raise UserError(f"{name}: no file in this folder; allowed: {allowed()}")
     for path in below:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is neither a file nor a folder: move it away")
-        yield os.path.abspath(path), found.st_size
+        yield os.path.abspath(path), status.st_size
 
 
 def _below(folder: str) -> Iterator[str]:
@@ -149,19 +149,20 @@ def _refuse(error: OSError) -> None:
 
 
 def _objects(name: str) -> list[tuple[str, int]]:
-    """The object of this name, or those in the folder, or those whose names begin so, or those that match."""
+    """The objects that match the pattern. For a name without a pattern: the object of this name, else the objects in
+    the folder of this name, else the objects whose names begin with it."""
     bucket = name.removeprefix("gs://").partition("/")[0]
     if not bucket or glob.has_magic(bucket):
         raise UserError(f"{name}: expected gs://BUCKET/NAME")
     pattern = re.search(r"[*?[]", name)
-    found = files.objects(name[: pattern.start()] if pattern else name)
-    named = [(path, size) for path, size in found if not path.endswith("/") and not _hidden(path, name)]
+    objects = files.objects(name[: pattern.start()] if pattern else name)
+    named = [(path, size) for path, size in objects if not path.endswith("/") and not _hidden(path, name)]
     if pattern:
-        chosen = [one for one in named if _matches(one[0].split("/"), name.rstrip("/").split("/"))]
+        chosen = [pair for pair in named if _matches(pair[0].split("/"), name.rstrip("/").split("/"))]
     else:
         folder = name.rstrip("/") + "/"
-        exact = [one for one in named if one[0] == name]
-        chosen = exact or [one for one in named if one[0].startswith(folder)] or named
+        exact = [pair for pair in named if pair[0] == name]
+        chosen = exact or [pair for pair in named if pair[0].startswith(folder)] or named
     if not chosen:
         raise UserError(f"no object {'matches' if pattern else 'has a name that begins with'} {name}")
     return chosen
@@ -187,16 +188,16 @@ def _hub_files(name: str) -> list[tuple[str, int]]:
     if not hub.is_dataset(name):
         raise UserError(f"{name[:200]!r} is no data set of the hub: expected {hub.DATASET_FORM}")
     _, folder, split = hub.parse_dataset(name)
-    found = hub.dataset_files(name)
-    below = {path: path.partition("@")[2].partition("/")[2] for path, _ in found}
-    inside = [one for one in found if below[one[0]].startswith(f"{folder}/" if folder else "")]
-    tables = [one for one in inside if format_of(one[0]) == "parquet"]
+    data_files = hub.dataset_files(name)
+    below = {path: path.partition("@")[2].partition("/")[2] for path, _ in data_files}
+    inside = [pair for pair in data_files if below[pair[0]].startswith(f"{folder}/" if folder else "")]
+    tables = [pair for pair in inside if format_of(pair[0]) == "parquet"]
     if not tables:
         raise UserError(
             f"{name}: no .parquet file{f' in the folder {folder}' if folder else ''}. The hub keeps a converted copy "
             "of many data sets: give the revision @refs/convert/parquet, or download the files and give their folder"
         )
-    by_split = {known: [one for one in tables if _is_of(below[one[0]], known)] for known in {*_SPLITS, split or ""}}
+    by_split = {known: [pair for pair in tables if _is_of(below[pair[0]], known)] for known in {*_SPLITS, split or ""}}
     if split is not None:
         if not by_split[split]:
             known = [known for known in _SPLITS if by_split[known]]

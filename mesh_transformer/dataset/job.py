@@ -21,7 +21,7 @@ from mesh_transformer.dataset.example_fragment import write_example_fragment
 from mesh_transformer.dataset.fragment import SIDES, Examples, Fragment, Text, write_fragment
 from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.manifest import encoded, manifest
-from mesh_transformer.dataset.objects import whole
+from mesh_transformer.dataset.objects import atomic_file
 from mesh_transformer.dataset.options import Options, Work
 from mesh_transformer.dataset.packed_shards import Packing, packed_cuts, write_packed_shard
 from mesh_transformer.dataset.parts import Part, plan
@@ -44,7 +44,7 @@ def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options,
     An interrupted job goes on: tasks that are done are not run again.
 
     Raises:
-        UserError: bad input or options, `output` has something else, or the tokens do not fill one record.
+        UserError: bad input or options, `output` has other files, or the tokens do not fill one record.
         RunError: a disk or a bucket fails.
     """
     inputs = read_inputs(specs)
@@ -56,9 +56,9 @@ def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options,
     with failures_explained():
         # before the folder has the options, because they may be wrong
         parts = plan(inputs, options.part_bytes, None if options.instructions else options.column)
-        if (whole := job.begin()) is not None:
+        if (finished := job.begin()) is not None:
             log.info("%s is whole already: nothing to do", output)
-            return whole
+            return finished
         return job.run(parts, text, loaded, runner)
 
 
@@ -68,7 +68,7 @@ class _Job:
     def __init__(self, output: str, work: Work, inputs: Sequence[Input], options: Options):
         self._output, self._inputs, self._options = output, inputs, options
         self._described, self._work = work, join(output, WORK)
-        self._there: set[str] = set()
+        self._existing: set[str] = set()
 
     def begin(self) -> dict[str, Any] | None:
         """Begin or continue the job. Returns the manifest if the job has ended.
@@ -76,17 +76,17 @@ class _Job:
         Raises:
             UserError: the folder has another job, or other files.
         """
-        found = files.list_dir(self._output)
-        if MANIFEST in found:
+        names = files.list_dir(self._output)
+        if MANIFEST in names:
             content = _json_of(join(self._output, MANIFEST))
             self._described.check(content, self._output)
             self._clean()
             return content
         path, inside = join(self._work, JOB), files.list_dir(self._work)
-        self._there = {join(self._output, name) for name in found} | {join(self._work, name) for name in inside}
+        self._existing = {join(self._output, name) for name in names} | {join(self._work, name) for name in inside}
         if JOB in inside:
             self._described.check(_json_of(path), self._output)
-        elif others := [name for name in found if name != WORK]:
+        elif others := [name for name in names if name != WORK]:
             raise UserError(
                 f"{self._output} has other files ({listed(others)}): choose a folder that is empty or does not exist"
             )
@@ -94,22 +94,22 @@ class _Job:
             if not is_remote(self._output):
                 check_writable(self._output)
             make_folder(self._work)
-            with whole(path, self._work) as file:
+            with atomic_file(path, self._work) as file:
                 file.write(encoded(self._described.content))
         return None
 
     def run(self, parts: Sequence[Part], text: Text, tokenizer: Tokenizer, runner: Runner) -> dict[str, Any]:
         """Run the stages. Returns the manifest."""
-        stages = Stages(runner, self._there)
-        found = [file for one in self._inputs for file in one.files]
-        size = byte_size(sum(file.size for file in found))
-        log.info("%s of %s (%s)", plural(len(parts), "part"), plural(len(found), "file"), size)
+        stages = Stages(runner, self._existing)
+        input_files = [file for source in self._inputs for file in source.files]
+        size = byte_size(sum(file.size for file in input_files))
+        log.info("%s of %s (%s)", plural(len(parts), "part"), plural(len(input_files), "file"), size)
         paths = [join(self._work, f"fragment-{number:06d}") for number in range(len(parts))]
         fragments = self._fragments(stages, parts, paths, text)
         self._check_any(fragments)
         kept = [fragment.sides for fragment in fragments]
         sources = [
-            [source_of(path, one, side) for path, one in zip(paths, fragments, strict=True)]
+            [source_of(path, fragment, side) for path, fragment in zip(paths, fragments, strict=True)]
             for side in range(len(SIDES))
         ]
         if self._options.dedup and any(fragment.documents for fragment in fragments):
@@ -139,7 +139,7 @@ class _Job:
             raise UserError(f"{fragment.bad[0]} (--on-error skip counts such places and goes on)")
 
     def _check_any(self, fragments: Sequence[Fragment]) -> None:
-        """Raise UserError if documents were dropped, and none is left."""
+        """Raise UserError if all documents were dropped."""
         dropped = add_reasons(fragment.dropped for fragment in fragments)
         if dropped and not any(fragment.documents for fragment in fragments):
             # so that other options are not refused
@@ -179,7 +179,7 @@ class _Job:
         return dict(zip(named, stages.run("writing", list(named.values()), Shard), strict=True))
 
     def _finish(self, content: dict[str, Any], counts: Counts, made: dict[str, Shard]) -> None:
-        """Write what tells that the shards are whole, the manifest last."""
+        """Write the index files and the picture, then the manifest, which marks the data set as complete."""
         for side in SIDES:
             names = [f"{name}{RECORDS}\n" for name in made if name.startswith(side)]
             if names:
@@ -189,7 +189,7 @@ class _Job:
                     "there is no validation set: its documents (%s) do not fill one record; raise --val",
                     plural(content[side]["documents"], "document"),
                 )
-        name, train = ", ".join(one.spec for one in self._inputs), content["train"]
+        name, train = ", ".join(source.spec for source in self._inputs), content["train"]
         packing = f"\npacked: {train['waste']:.2%} padding" if self._options.packed else ""
         packing += f", {plural(train['cuts'], 'cut')}" if "cuts" in train else ""
         self._write(PICTURE, length_picture(name, counts, self._options.seq, packing))
@@ -197,11 +197,11 @@ class _Job:
         self._clean()
 
     def _write(self, name: str, content: bytes) -> None:
-        with whole(join(self._output, name), self._work) as file:
+        with atomic_file(join(self._output, name), self._work) as file:
             file.write(content)
 
     def _clean(self) -> None:
-        """Delete what only an interrupted job needs."""
+        """Delete the folder `work`, which only an interrupted job needs."""
         with contextlib.suppress(FileNotFoundError):
             files.remove_tree(self._work)
 

@@ -27,35 +27,35 @@ def manifest(
     """The content of manifest.json. It depends on the input and the options only.
 
     Args:
-        work: what the bytes depend on (`Work.content`).
+        work: the inputs and options that determine the bytes (`Work.content`).
         fragments: each with the number of its input, in input order.
-        kept: what remains of each fragment without the duplicates, for each side.
+        kept: the counts of the kept documents of each fragment, for each side.
         shards: by name, without the suffix.
     """
     options = work["options"]
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         **work,
         "n_vocab": tokenizer.n_vocab,
         "eot": tokenizer.eot,
-        "sources": [_source(i, one, fragments, kept) for i, one in enumerate(inputs)],
+        "sources": [_source(i, source, fragments, kept) for i, source in enumerate(inputs)],
     }
     for number, side in enumerate(SIDES):
-        counts = total(one[number] for one in kept)
+        counts = total(sides[number] for sides in kept)
         mine = {name: shard for name, shard in shards.items() if name.startswith(side)}
-        found[side] = {
+        content[side] = {
             **_numbers(counts),
             **_records(counts, list(mine.values()), options),
             "lengths": {str(i): n for i, n in enumerate(counts.lengths) if n},
         }
-    found["dropped"] = add_reasons(source["dropped"] for source in found["sources"])
+    content["dropped"] = add_reasons(source["dropped"] for source in content["sources"])
     if "instructions" in options:
-        found["cut"] = sum(fragment.cut for _, fragment in fragments)
-    found["bad"] = [message for _, fragment in fragments for message in fragment.bad][:_MESSAGES]
-    found["shards"] = {
+        content["cut"] = sum(fragment.cut for _, fragment in fragments)
+    content["bad"] = [message for _, fragment in fragments for message in fragment.bad][:_MESSAGES]
+    content["shards"] = {
         name + RECORDS: {"records": shard.records, "bytes": shard.bytes, "sha256": shard.sha256}
         for name, shard in shards.items()
     }
-    return found
+    return content
 
 
 def encoded(content: dict[str, Any]) -> bytes:
@@ -93,14 +93,14 @@ def _records(counts: Counts, shards: Sequence[Shard], options: dict[str, Any]) -
     if not examples and "pack" not in options:
         return {"records": records, "tokens_in_no_record": rest}
     padding = sum(shard.padding for shard in shards)
-    found = {"records": records, "padding": padding, "waste": round(padding / max(records * length, 1), 6)}
+    numbers = {"records": records, "padding": padding, "waste": round(padding / max(records * length, 1), 6)}
     if examples:
-        return {**found, "learned": sum(shard.learned for shard in shards)}
+        return {**numbers, "learned": sum(shard.learned for shard in shards)}
     # at each of them, the two pieces of a document share a token
-    return {**found, "cuts": -rest - padding}
+    return {**numbers, "cuts": -rest - padding}
 
 
 def _numbers(counts: Counts) -> dict[str, int]:
-    found = asdict(counts)
-    del found["lengths"]
-    return found
+    numbers = asdict(counts)
+    del numbers["lengths"]
+    return numbers

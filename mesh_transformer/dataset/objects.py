@@ -41,7 +41,7 @@ R = TypeVar("R", bound=Result)
 
 
 @contextlib.contextmanager
-def whole(target: str, scratch: str) -> Iterator[IO[bytes]]:
+def atomic_file(target: str, scratch: str) -> Iterator[IO[bytes]]:
     """A file that becomes the object `target` at the end of the `with` block. Nothing appears if the block raises.
 
     Args:
@@ -84,7 +84,7 @@ def spool(scratch: str, memory: int = 0) -> IO[bytes]:
 
 
 def _folder(scratch: str) -> str | None:
-    """The folder for temporary files; None: the system's."""
+    """The folder for temporary files; None for the system's folder."""
     if is_remote(scratch):
         return None
     if not os.path.isdir(scratch):
@@ -99,7 +99,7 @@ def write_object(target: str, scratch: str, result: R, payload: Iterable[bytes |
     """Write a result and its payload as one object. Returns the result with `at`."""
     content = _adapter(type(result)).dump_json(result)
     content = content.ljust(-(-(_HEAD.size + len(content)) // _ALIGNED) * _ALIGNED - _HEAD.size)
-    with whole(target, scratch) as file:
+    with atomic_file(target, scratch) as file:
         file.write(_HEAD.pack(_MAGIC, len(content)) + content)
         for block in payload:
             file.write(block)
@@ -110,7 +110,7 @@ def read_result(kind: type[R], path: str) -> R:
     """The result at the beginning of an object, with `at`.
 
     Raises:
-        RunError: the object was written by something else.
+        RunError: the object has another format.
     """
     data = read_range(path, 0, _FIRST_READ)
     magic, length = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (b"", 0)

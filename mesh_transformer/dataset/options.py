@@ -75,10 +75,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Work:
-    """What the bytes of a job depend on.
+    """The inputs and options that determine the bytes of a job.
 
     Args:
-        content: what manifest.json says of it, with the key.
+        content: their entries in manifest.json, with the key.
     """
 
     content: dict[str, Any]
@@ -99,11 +99,11 @@ class Work:
         for name in _LATER:
             if chosen[name] == getattr(Options, name):
                 del chosen[name]
-        files = [[asdict(file) for file in one.files] for one in inputs]
+        files = [[asdict(file) for file in source.files] for source in inputs]
         content = {
             "format": _FORMAT,
             "options": {
-                "input": [one.spec if one.share == 1 else f"{one.spec}={one.share:g}" for one in inputs],
+                "input": [source.spec if source.share == 1 else f"{source.spec}={source.share:g}" for source in inputs],
                 "tokenizer": tokenizer,
                 **chosen,
             },
@@ -112,7 +112,7 @@ class Work:
         }
         if template is not None:
             content["template_sha256"] = template
-        return cls({"key": _sha256([content, [one.share for one in inputs]]), **content})
+        return cls({"key": _sha256([content, [source.share for source in inputs]]), **content})
 
     def check(self, other: dict[str, Any], folder: str) -> None:
         """Compare with the job that a folder has.

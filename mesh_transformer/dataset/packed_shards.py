@@ -1,6 +1,6 @@
 """The last task of a packed data set: records of whole documents (packing.py).
 
-A shard has the pieces of documents that begin in its range of tokens, so no shard is much larger than the others, and a
+A shard has the pieces of documents that begin in its range of tokens. So the shards have nearly the same size, and a
 long document may be in several. Memory does not grow with a shard: its tokens, its pieces and its rows are in files.
 """
 
@@ -31,7 +31,7 @@ class Packing(NamedTuple):
     Args:
         length: tokens of a row.
         padding: the token after the last document of a row.
-        examples: the documents are examples of instruction data. None of them is cut so that a row is filled.
+        examples: the documents are examples of instruction data, which are never cut to fill a row.
     """
 
     length: int
@@ -62,8 +62,8 @@ def write_packed_shard(
         width: bytes of a token in fragments.
     """
     with spool(scratch) as tokens, spool(scratch) as pieces, spool(scratch) as rows:
-        for one, runs in zip(taken, runs_of(taken), strict=True):
-            _copy_pieces(one, runs, packing.length, width, tokens, pieces)
+        for span, runs in zip(taken, runs_of(taken), strict=True):
+            _copy_pieces(span, runs, packing.length, width, tokens, pieces)
         ends = [0]
         for row in best_fit(_read_pieces(pieces), packing.length, cut=not packing.examples):
             rows.write(np.array(row, _PIECE).tobytes())
@@ -75,34 +75,34 @@ def write_packed_shard(
 
 
 def _copy_pieces(
-    one: Taken, runs: np.ndarray | None, length: int, width: int, tokens: IO[bytes], pieces: IO[bytes]
+    span: Taken, runs: np.ndarray | None, length: int, width: int, tokens: IO[bytes], pieces: IO[bytes]
 ) -> None:
     """Append the pieces that begin in a range, and their tokens. A piece begins where its tokens are in `tokens`."""
-    place, stop = tokens.tell() // width, one.first
+    place, stop = tokens.tell() // width, span.first
     begin: int | None = None
-    for firsts, counts in _pieces_in(one, runs, length):
+    for firsts, counts in _pieces_in(span, runs, length):
         begin = int(firsts[0]) if begin is None else begin
         stop = int(firsts[-1] + counts[-1])
         pieces.write(np.stack((firsts - begin + place, counts), axis=1).astype(_PIECE).tobytes())
     if begin is not None:
-        copy_taken(Taken(one.source, begin, stop), runs, width, tokens)
+        copy_taken(Taken(span.source, begin, stop), runs, width, tokens)
 
 
-def _pieces_in(one: Taken, runs: np.ndarray | None, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pieces_in(span: Taken, runs: np.ndarray | None, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The pieces that begin in a range, first tokens and tokens, int64 (n,) each, in blocks. Tokens of duplicates are
     not counted."""
     begin = 0
-    for lengths in _lengths(one.source, runs):
+    for lengths in _lengths(span.source, runs):
         begins = begin + np.cumsum(lengths) - lengths
         begin += int(lengths.sum())
-        near = (begins < one.stop) & (begins + lengths > one.first)
+        near = (begins < span.stop) & (begins + lengths > span.first)
         if near.any():
             firsts, counts = pieces_of(lengths[near], length)
             firsts += begins[near][0]
-            inside = (firsts >= one.first) & (firsts < one.stop)
+            inside = (firsts >= span.first) & (firsts < span.stop)
             if inside.any():
                 yield firsts[inside], counts[inside]
-        if begin >= one.stop:
+        if begin >= span.stop:
             return
 
 
@@ -142,8 +142,8 @@ def _order(rows: int) -> np.ndarray:
 def _example(begin: int, end: int, rows: IO[bytes], tokens: IO[bytes], width: int, packing: Packing) -> Example:
     """The record of the row whose pieces are bytes `begin` to `end` of the file `rows`."""
     pieces = _pieces(os.pread(rows.fileno(), end - begin, begin))
-    found = [os.pread(tokens.fileno(), piece.tokens * width, piece.first * width) for piece in pieces]
-    stored = [np.frombuffer(one, f"<u{width}") for one in found]
+    contents = [os.pread(tokens.fileno(), piece.tokens * width, piece.first * width) for piece in pieces]
+    stored = [np.frombuffer(content, f"<u{width}") for content in contents]
     if not packing.examples:
         return example_of(stored, packing.length, packing.padding)
     learned = [piece >= LEARNED for piece in stored]

@@ -2,7 +2,7 @@
 
 A row has as many tokens as a record. A document of n tokens takes n of them, and n - 1 of these are targets. A document
 that is longer than a row becomes full rows and a rest. Two pieces of a document share the token at which it is cut: it
-is the last target of the one and the first input of the other, so no target is lost.
+is the last target of the first piece and the first input of the second, so no target is lost.
 """
 
 import bisect
@@ -51,7 +51,7 @@ def best_fit(pieces: Iterable[Piece], length: int, cut: bool = True) -> Iterator
     padding, a row gets the first part of the longest piece. The remaining part is a piece of its own.
 
     Args:
-        pieces: none is longer than a row. Of equally long ones the first comes first.
+        pieces: each at most as long as a row. Of equal lengths, the first comes first.
         length: tokens of a row.
         cut: whether a piece may be cut so that a row is filled.
     """
@@ -89,7 +89,7 @@ def example_of(
         pieces: tokens of each piece.
         length: tokens of the row.
         padding: the token after the last piece.
-        learned: for each piece, which tokens the loss counts as targets, bool. None: all.
+        learned: for each piece, which tokens the loss counts as targets, bool. None: the record has no loss mask.
     """
     tokens = np.full(length, padding, np.int32)
     documents = np.array([len(piece) for piece in pieces], np.int64)

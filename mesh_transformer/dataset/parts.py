@@ -56,18 +56,18 @@ def plan(inputs: Sequence[Input], part_bytes: int, column: Column = "text") -> l
         column: with the text. None: each row is an example of instruction data.
 
     Raises:
-        UserError: `part_bytes` is below 1, no file has anything, a Parquet file is damaged, or a file has no such
+        UserError: `part_bytes` is below 1, all files are empty, a Parquet file is damaged, or a file has no such
             column.
     """
     if part_bytes < 1:
         raise UserError(f"a part of {part_bytes} bytes: must be 1 or more")
-    numbered = [(number, file) for number, one in enumerate(inputs) for file in one.files]
+    numbered = [(number, file) for number, source in enumerate(inputs) for file in source.files]
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        ranges = pool.map(lambda one: _ranges(one[1], part_bytes, column), numbered)
+        ranges = pool.map(lambda pair: _ranges(pair[1], part_bytes, column), numbered)
         parts = [
             Part(number, file.path, file.format, first, stop, file.size)
-            for (number, file), found in zip(numbered, ranges, strict=True)
-            for first, stop in found
+            for (number, file), file_ranges in zip(numbered, ranges, strict=True)
+            for first, stop in file_ranges
         ]
     if not parts:
         raise UserError("all files of the input are empty: add text")

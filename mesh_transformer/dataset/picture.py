@@ -14,7 +14,7 @@ def length_picture(name: str, counts: Counts, seq: int, packing: str = "") -> by
         name: of the data set, for the title.
         counts: of the documents, at least one.
         seq: tokens of a sequence, marked in the picture.
-        packing: what the title says of it.
+        packing: the end of the title, about the packing.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter

@@ -1,4 +1,4 @@
-"""The last task: records. A shard is a range of all tokens of its side, whatever fragments they are in."""
+"""The last task: records. A shard is a range of the tokens of its side, across fragments."""
 
 import hashlib
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from mesh_transformer.data.records import write_record
 from mesh_transformer.dataset.counts import ROW
 from mesh_transformer.dataset.duplicates import RUN, Range
 from mesh_transformer.dataset.fragment import Fragment
-from mesh_transformer.dataset.objects import spool, whole, write_object
+from mesh_transformer.dataset.objects import atomic_file, spool, write_object
 from mesh_transformer.errors import RunError
 from mesh_transformer.files import Writable, copy_range, read_range
 from mesh_transformer.sequences import Example
@@ -23,14 +23,14 @@ RECORDS, OFFSETS = ".tfrecords", ".tfrecords.offsets"
 
 
 class Source(NamedTuple):
-    """Tokens in a row of one side of a fragment, or of a slice of it.
+    """Consecutive tokens of one side of a fragment, or of a slice of it.
 
     Args:
         path: the fragment.
         at: where they begin in the object.
-        tokens: how many remain.
-        table: the rows of their documents (ROW), duplicates with them.
-        runs: where the runs that remain are (RUN, from `at` on). None: all tokens remain.
+        tokens: the number of kept tokens.
+        table: the rows of their documents (ROW), including duplicates.
+        runs: where the runs of kept tokens are (RUN, from `at` on). None: no token is dropped.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Shard:
         bytes: its size.
         sha256: of its content.
         padding: tokens after the last document of a record.
-        learned: tokens that the loss counts; 0 where it counts all.
+        learned: tokens that the loss counts; 0 without loss masks.
     """
 
     records: int
@@ -88,9 +88,9 @@ def cuts(tokens: int, length: int, most: int) -> list[int]:
 
 
 def taken(sources: Sequence[Source], bounds: Sequence[int]) -> list[list[Taken]]:
-    """For each range of tokens `bounds[i]` to `bounds[i + 1]`, where they are."""
+    """For each range of tokens `bounds[i]` to `bounds[i + 1]`, the parts of the sources that hold it."""
     ends = list(accumulate(source.tokens for source in sources))
-    found = []
+    shards = []
     for first, stop in zip(bounds, bounds[1:], strict=False):
         shard, at, number = [], first, bisect_right(ends, first)
         while at < stop:
@@ -99,8 +99,8 @@ def taken(sources: Sequence[Source], bounds: Sequence[int]) -> list[list[Taken]]
             if end > at:
                 shard.append(Taken(sources[number], at - begin, end - begin))
             at, number = end, number + 1
-        found.append(shard)
-    return found
+        shards.append(shard)
+    return shards
 
 
 def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], length: int, width: int) -> Shard:
@@ -113,8 +113,8 @@ def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], 
         width: bytes of a token in fragments.
     """
     with spool(scratch) as tokens:
-        for one, runs in zip(taken, runs_of(taken), strict=True):
-            copy_taken(one, runs, width, tokens)
+        for span, runs in zip(taken, runs_of(taken), strict=True):
+            copy_taken(span, runs, width, tokens)
         tokens.seek(0)
         blocks = iter(lambda: tokens.read(length * width), b"")
         records = (Example(np.frombuffer(block, f"<u{width}")) for block in blocks)
@@ -124,7 +124,7 @@ def write_shard(target: str, scratch: str, result: str, taken: Sequence[Taken], 
 def write_examples(target: str, scratch: str, result: str, examples: Iterable[Example]) -> Shard:
     """Write examples as the records of a shard, its offsets and its result. The records appear last."""
     offsets, padding, learned = [], 0, 0
-    with whole(target + RECORDS, scratch) as file:
+    with atomic_file(target + RECORDS, scratch) as file:
         for example in examples:
             offsets.append(file.tell())
             write_record(file, *example)
@@ -135,15 +135,15 @@ def write_examples(target: str, scratch: str, result: str, examples: Iterable[Ex
         size = file.tell()
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        with whole(target + OFFSETS, scratch) as index:
+        with atomic_file(target + OFFSETS, scratch) as index:
             index.write(np.array(offsets, "<u8").tobytes())
         return write_object(result, scratch, Shard(len(offsets), size, digest, padding, learned), [])
 
 
 def runs_of(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:
-    """The runs of each source, RUN (n,). Those that are in one object are read at once."""
-    for path, some in groupby(taken, lambda one: None if one.source.runs is None else one.source.runs.path):
-        sources = [one.source.runs for one in some]
+    """The runs of each source, RUN (n,). Consecutive runs in one object are read at once."""
+    for path, spans in groupby(taken, lambda span: None if span.source.runs is None else span.source.runs.path):
+        sources = [span.source.runs for span in spans]
         ranges = [runs for runs in sources if runs is not None]
         if path is None:
             yield from repeat(None, len(sources))
@@ -154,22 +154,22 @@ def runs_of(taken: Sequence[Taken]) -> Iterator[np.ndarray | None]:
             yield np.frombuffer(data, RUN, runs.length // RUN.itemsize, runs.at - first)
 
 
-def copy_taken(one: Taken, runs: np.ndarray | None, width: int, target: Writable) -> None:
+def copy_taken(span: Taken, runs: np.ndarray | None, width: int, target: Writable) -> None:
     """Append tokens to a file. It reads one range of the fragment.
 
     Raises:
         RunError: the fragment ends before.
     """
-    source = one.source
+    source = span.source
     if runs is None:
-        pairs = np.array([[one.first, one.stop]])
+        pairs = np.array([[span.first, span.stop]])
     else:
         pairs = np.stack((runs["first"], runs["stop"]), axis=1).astype(np.int64)
-        # where each run ends among the tokens that remain
+        # where each run ends among the kept tokens
         ends = np.cumsum(pairs[:, 1] - pairs[:, 0])
         begins = ends - (pairs[:, 1] - pairs[:, 0])
-        pairs[:, 0] += np.maximum(one.first - begins, 0)
-        pairs[:, 1] -= np.maximum(ends - one.stop, 0)
+        pairs[:, 0] += np.maximum(span.first - begins, 0)
+        pairs[:, 1] -= np.maximum(ends - span.stop, 0)
         pairs = pairs[pairs[:, 0] < pairs[:, 1]]
     first, stop = int(pairs[0, 0]), int(pairs[-1, 1])
     sieve = Sieve(((pairs - first) * width).tolist(), target)
@@ -179,7 +179,7 @@ def copy_taken(one: Taken, runs: np.ndarray | None, width: int, target: Writable
 
 
 class Sieve:
-    """Passes on the bytes of some ranges. `taken` counts all bytes.
+    """Passes the bytes of some ranges on to `target`. `taken` counts all bytes.
 
     Args:
         ranges: first byte and stop of each range, in order.

@@ -1,4 +1,4 @@
-"""Runs the tasks of a stage that are not done, and shows the progress."""
+"""Runs the pending tasks of a stage, and shows the progress."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ _MEGABYTE = 1_000_000
 
 
 class Named(NamedTuple):
-    """A task. The object `done` exists if and only if it is done; then `result` begins with its result."""
+    """A task. `done` is the marker object; `result` is the object whose header holds the task's result."""
 
     task: Task
     done: str
@@ -28,10 +28,10 @@ class Named(NamedTuple):
 
 
 class Shown:
-    """What the line of progress shows of the results of a stage."""
+    """The values in the progress line of a stage."""
 
     def add(self, result: object) -> None:
-        """A task has ended."""
+        """Count the result of a task."""
 
     def values(self) -> dict[str, str]:
         """Names and values."""
@@ -54,24 +54,24 @@ class ShownFragments(Shown):
             self._first = self._first or (self._tokens, time.monotonic())
 
     def values(self) -> dict[str, str]:
-        found = {}
+        values = {}
         if self._first is not None and self._tokens > self._first[0]:
             rate = (self._tokens - self._first[0]) / max(time.monotonic() - self._first[1], 1e-9)
-            found["tokens/s"] = f"{rate:,.0f}"
+            values["tokens/s"] = f"{rate:,.0f}"
         if self._dropped:
-            found["dropped"] = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.items())
-        return found
+            values["dropped"] = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.items())
+        return values
 
 
 class Stages:
     """Runs the stages of a job.
 
     Args:
-        there: the objects that the output folder and its folder `work` have at the start of the command.
+        existing: the objects that the output folder and its folder `work` have at the start of the command.
     """
 
-    def __init__(self, runner: Runner, there: AbstractSet[str]):
-        self._runner, self._there = runner, there
+    def __init__(self, runner: Runner, existing: AbstractSet[str]):
+        self._runner, self._existing = runner, existing
 
     def run(
         self,
@@ -111,10 +111,10 @@ class Stages:
 
     def _earlier(self, what: str, named: Sequence[Named], kind: type[R]) -> dict[int, R]:
         """The results of the tasks that are done, by number."""
-        done = [number for number, one in enumerate(named) if one.done in self._there]
+        done = [number for number, named_task in enumerate(named) if named_task.done in self._existing]
         if not done:
             return {}
         log.info("%s: %d of %s are finished already", what, len(done), plural(len(named), "task"))
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-            found = pool.map(lambda number: read_result(kind, named[number].result), done)
-            return dict(zip(done, found, strict=True))
+            results = pool.map(lambda number: read_result(kind, named[number].result), done)
+            return dict(zip(done, results, strict=True))

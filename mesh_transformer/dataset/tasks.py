@@ -26,12 +26,12 @@ from mesh_transformer.ray_join import first_line
 # if no task has ended for this time and for _LONG times the longest task, each open task gets a duplicate
 IDLE_S = 30.0
 _LONG = 2.0
-# the same time before the first end of a task, in IDLE_S
+# the limit before the first task has ended, in IDLE_S
 _FIRST = 4.0
 # a task waits in Ray for each this many cores, so that a core never waits for the driver
 _WAITING = 2
 _OBJECT_STORE_BYTES = 100_000_000
-# of workers, after which a task ends the job. The death of a node does not count
+# deaths of workers after which a task ends the job; deaths of nodes do not count
 MOST_DEATHS = 5
 
 
@@ -193,15 +193,15 @@ class _Calls:
             # its duplicate was faster
             if number is None:
                 continue
-            found = _result(reference)
-            if isinstance(found, Exception):
-                self._lose(number, reference, found)
+            outcome = _result(reference)
+            if isinstance(outcome, Exception):
+                self._lose(number, reference, outcome)
                 continue
             for other in self._calls.pop(number):
                 if self._numbers.pop(other, None) is not None:
                     ray.cancel(other, force=False)
             self._start_later()
-            yield number, *found
+            yield number, *outcome
 
     def repeat(self, seconds: float) -> None:
         """Start each task a second time: nothing has ended for `seconds`."""
@@ -262,10 +262,10 @@ def _remote() -> Any:
 
             from mesh_transformer.dataset import worker
         except ImportError as error:
-            found: Any = f"not this program ({error})"
+            answer: Any = f"not this program ({error})"
         else:
-            found = worker.call_sent(version, content, ray.cloudpickle.loads)
-        return f"the Ray node {platform.node()} has {found}" if isinstance(found, str) else found
+            answer = worker.call_sent(version, content, ray.cloudpickle.loads)
+        return f"the Ray node {platform.node()} has {answer}" if isinstance(answer, str) else answer
 
     return ray.remote(num_cpus=1, max_retries=0)(call_in)
 
@@ -283,7 +283,7 @@ def _result(reference: Any) -> Any:
     )
 
     try:
-        found = ray.get(reference)
+        answer = ray.get(reference)
     except (NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError) as error:
         return error
     except RayTaskError as error:
@@ -292,9 +292,9 @@ def _result(reference: Any) -> Any:
         raise
     except RayError as error:
         raise RunError(f"the Ray cluster has failed: {first_line(error)}; {AGAIN}") from error
-    if isinstance(found, str):
-        raise UserError(f"{found}: install the program of this node on all nodes, in the same version")
-    return found
+    if isinstance(answer, str):
+        raise UserError(f"{answer}: install the program of this node on all nodes, in the same version")
+    return answer
 
 
 @contextlib.contextmanager

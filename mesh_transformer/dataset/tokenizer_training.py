@@ -35,7 +35,7 @@ _HELD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """The options of a training.
 
     Args:
         vocab: the number of tokens, with the 256 bytes, the separator and the special tokens.
@@ -72,7 +72,7 @@ class Trained:
 
     Args:
         vocab: the number of tokens; less than asked for where the text has too few words.
-        documents: of the text, without empty ones.
+        documents: the number of non-empty documents.
         bad: places that are not documents.
     """
 
@@ -97,10 +97,10 @@ def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
             empty, or the folder already has a tokenizer.
         RunError: a disk or a bucket fails.
     """
-    found = read_inputs(inputs)
+    sources = read_inputs(inputs)
     _check_output(folder)
     with failures_explained("give the same command again"):
-        counted = _Counted(found, plan(found, Options().part_bytes, training.column), training)
+        counted = _Counted(sources, plan(sources, Options().part_bytes, training.column), training)
         made = _train(counted, training)
     if not counted.documents:
         raise UserError(f"{', '.join(inputs)}: there is no text to train on: add text")
@@ -147,7 +147,7 @@ def _train(texts: Iterator[str], training: Training) -> Any:
 
 
 class _Counted(Iterator[str]):
-    """The text of parts in pieces, with a progress line; counts the documents, and the places that are not."""
+    """The text of parts in pieces, with a progress line; counts the documents and the bad places."""
 
     def __init__(self, inputs: Sequence[Input], parts: Sequence[Part], training: Training):
         self.documents = self.bad = 0

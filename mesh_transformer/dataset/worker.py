@@ -1,4 +1,4 @@
-"""What a worker does: it calls a task, and explains why that fails."""
+"""Calls a task in a worker, and explains failures."""
 
 import contextlib
 import functools

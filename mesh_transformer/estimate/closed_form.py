@@ -1,4 +1,4 @@
-"""The memory and the time of a training step in closed form: no compiler, no array is traced.
+"""The memory and the time of a training step in closed form, without a compiler and without tracing.
 
 It ranks meshes, policies and microbatches, so that only the best of them are compiled. Memory is the largest sum of the
 arrays that live at once. Time is a sum of passes over arrays, of matrix products and of collectives. The constants are
@@ -54,16 +54,16 @@ SUM_TRAFFIC, UPDATE_TRAFFIC = 15.5, 50.0
 LIVE_LOGITS, LIVE_HIDDEN, LIVE_ROWS = 6.0, 1.5, 2.6
 # arrays that live at once in the loss, as a multiple of the float32 logits of one chunk
 LIVE_VOCAB_LOGITS = 2.0
-# What is kept without recomputation: of a norm, as a multiple of its output (three arrays in float32, and the output);
-# of the hidden values, where fsdp splits the weights, which recomputes nothing but gathers, and elsewhere.
+# Arrays kept without recomputation. Of a norm: a multiple of its output (three arrays in float32, and the output). Of
+# the hidden values: with fsdp, which recomputes only the gathers of weights, and without fsdp.
 KEPT_OF_NORM = 7.0
 KEPT_OF_HIDDEN_FSDP, KEPT_OF_HIDDEN = 6.0, 2.0
-# the axes of the mesh that the closed form has; a search changes them, and keeps the others
+# the mesh axes that the closed form models and a search varies
 MODELLED = ("dp", "fsdp", "tp")
 
 
 def unmodelled(config: Config) -> list[str]:
-    """The axes of the config, such as mesh.pp, whose memory and time the closed form does not give."""
+    """The mesh axes of size over 1 that the closed form does not model, such as mesh.pp."""
     return [f"mesh.{axis}" for axis, size in config.mesh.given.items() if axis not in MODELLED and size > 1]
 
 
@@ -94,7 +94,7 @@ def estimate(
 
     Args:
         fused_attention: share of the peak that a kernel of attention reaches, if it never writes logits to memory (Dao
-            et al. 2022, arXiv:2205.14135); None: what `compute.attention` chooses, and of a kernel `kernels.SHARES`.
+            et al. 2022, arXiv:2205.14135); None: the kernel of `compute.attention`, with its share in `kernels.SHARES`.
 
     Raises:
         UserError: the mesh does not fit the devices or does not divide a size, or they are several GPUs.
@@ -105,10 +105,10 @@ def estimate(
 
 
 def step_gib(config: Config, n_devices: int, accelerator: Accelerator | None = None) -> dict[str, float]:
-    """GiB by use on one device. No field of `config.compute` is "auto", but for `attention`.
+    """GiB by use on one device. Only the field `attention` of `config.compute` may be "auto".
 
     Args:
-        accelerator: None: it is not in the table of accelerators, and attention is computed without a kernel.
+        accelerator: None for one that the table of accelerators lacks: attention is then computed without a kernel.
     """
     if accelerator is None:
         # the rates of a device have no effect on memory
@@ -239,7 +239,7 @@ def _attention(layer: LayerSizes, rates: Rates, fused: float | None) -> float:
 
 
 def _passes(layer: LayerSizes, fused: float | None) -> float:
-    """Bytes of all passes over activations in a layer, but for attention."""
+    """Bytes of memory traffic of a layer: norms, residual sums, hidden values, biases, rows of experts, kept arrays."""
     step, again = layer.step, layer.again
     norms = layer.norms * (NORM_FORWARD * (1 + again.norms) + NORM_BACKWARD)
     additions = ADDITION * layer.branches

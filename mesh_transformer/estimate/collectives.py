@@ -86,7 +86,7 @@ def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator:
     # devices of one chip that belong to different groups use its links at once
     sharing = 1 if adjacent else accelerator.devices_per_chip
     if kind in _ALL_TO_ALLS:
-        # a row of chips that is no ring has half the links between its two halves
+        # an open row of chips has half the links of a ring between its two halves
         sent = chips ** (1 / dimensions) / (4 if dimensions == 1 or closed else 2)
     else:
         sent = _sent_in_a_ring(kind, dimensions if closed else 1) * (chips - 1) / chips

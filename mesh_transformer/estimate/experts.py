@@ -18,7 +18,7 @@ PASSES = 12.0
 
 def experts_of(layer: LayerSizes) -> Experts | None:
     """The routed experts of a layer."""
-    return next((one for one in layer.kind.mechanisms if isinstance(one, Experts)), None)
+    return next((mechanism for mechanism in layer.kind.mechanisms if isinstance(mechanism, Experts)), None)
 
 
 def rows_bytes(layer: LayerSizes) -> float:
@@ -39,13 +39,13 @@ def rows_bytes(layer: LayerSizes) -> float:
 
 
 def columns(layer: LayerSizes) -> tuple[float, float]:
-    """Elements of the experts' matrices by which a device multiplies a token, over D: all but the last one, and the
-    last one. Kernels multiply them."""
+    """Elements of the experts' matrices by which a device multiplies a token, over D: (input and inner matrices, output
+    matrix). Kernels compute these products."""
     experts, step = experts_of(layer), layer.step
     if experts is None:
         return 0.0, 0.0
-    arrays = [one for one in experts.arrays(step.width).values() if "experts" in one.axes]
-    last = sum(step.products(one) for one in arrays if one.role == "output")
+    arrays = [array for array in experts.arrays(step.width).values() if "experts" in array.axes]
+    last = sum(step.products(array) for array in arrays if array.role == "output")
     return sum(map(step.products, arrays)) / step.width - last / step.width, last / step.width
 
 
@@ -63,7 +63,7 @@ def exchange_seconds(layer: LayerSizes, recomputed: bool, seconds: Callable[[str
     passes = 2 + recomputed
     if step.config.experts.exchange == "gather":
         all_rows = group.size * step.whole_rows
-        one = seconds("all-gather", all_rows, group) + seconds("reduce-scatter", all_rows, group)
+        pass_seconds = seconds("all-gather", all_rows, group) + seconds("reduce-scatter", all_rows, group)
     else:
-        one = 2 * seconds("all-to-all", rows_bytes(layer), group)
-    return layer.count * passes * one
+        pass_seconds = 2 * seconds("all-to-all", rows_bytes(layer), group)
+    return layer.count * passes * pass_seconds

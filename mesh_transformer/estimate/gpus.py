@@ -39,7 +39,7 @@ def gpu_devices(name: str) -> Sequence[jax.Device]:
 
 
 def compute_capability(name: str) -> str:
-    """Of a GPU, such as 9.0; empty: it is not known."""
+    """The compute capability of a GPU, such as 9.0; empty if it is unknown."""
     return f"{_PROPERTIES[name][0]}.0" if name in _PROPERTIES else ""
 
 

@@ -24,7 +24,7 @@ _BETWEEN_SLICES = {
     "REDUCE_SCATTER": "reduce-scatter",
 }
 
-# instructions that read, or replace, a part of their first operand; and instructions that do not move it
+# instructions that read a slice of their first operand, that update a slice of it, and that only reinterpret it
 _SLICES = ("slice", "dynamic-slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _VIEWS = ("bitcast",)
@@ -66,7 +66,7 @@ class Array(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """A transfer between TPU slices. It has a `send` of what a device gives to it, and a `recv` of what it yields."""
+    """A transfer between TPU slices: a `send` of the operand and a `recv` of the result."""
 
     # one name for its `send` and its `recv`
     name: str
@@ -86,13 +86,13 @@ class Instruction(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """What it yields on one device."""
+        """The arrays of its result on one device."""
         arrays = _ARRAY.findall(self.result)
         return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in arrays)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it yields on one device."""
+        """Bytes of its result on one device."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
@@ -114,14 +114,14 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> list[str]:
         """The names of the computations that it calls; a `while` calls its condition and its body."""
-        called = [one or several for one, several in _CALLED.findall(self.rest)]
+        called = [single or several for single, several in _CALLED.findall(self.rest)]
         return [name.lstrip("%") for names in called for name in names.split(", ")]
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's own estimate of its time, in cycles of a TPU core; None: the compiler has none."""
-        found = _CYCLES.search(self.rest)
-        return int(found[1]) if found else None
+        """The compiler's own estimate of its time, in cycles of a TPU core; None if the text has no estimate."""
+        match = _CYCLES.search(self.rest)
+        return int(match[1]) if match else None
 
     @property
     def kind(self) -> str | None:
@@ -132,13 +132,13 @@ class Instruction(NamedTuple):
     @property
     def crossing(self) -> Crossing | None:
         """The transfer between slices that it is an end of, if it is a `send` or a `recv` of one."""
-        found = _MEGASCALE.search(self.rest) if self.opcode in ("send", "recv") else None
-        return None if found is None else Crossing(found[1], _BETWEEN_SLICES[found[2]])
+        match = _MEGASCALE.search(self.rest) if self.opcode in ("send", "recv") else None
+        return None if match is None else Crossing(match[1], _BETWEEN_SLICES[match[2]])
 
     def attribute(self, name: str) -> str | None:
         """The word after `name=`."""
-        found = re.search(rf"\b{name}=%?([\w.-]+)", self.rest)
-        return found[1] if found else None
+        match = re.search(rf"\b{name}=%?([\w.-]+)", self.rest)
+        return match[1] if match else None
 
 
 class Collective(NamedTuple):
@@ -146,7 +146,7 @@ class Collective(NamedTuple):
 
     # of KINDS; an asynchronous one counts once
     kind: str
-    # what it yields on one device
+    # of the result on one device
     arrays: tuple[Array, ...]
     # the op_names of the loops around it, outermost first
     loops: tuple[str, ...]
@@ -155,13 +155,13 @@ class Collective(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it yields on one device each time it runs."""
+        """Bytes of the result on one device, in one run."""
         return sum(array.nbytes for array in self.arrays)
 
 
 class Overlap(NamedTuple):
-    """What a program runs between the start and the end of a collective. Nothing: both are 0, as where it is one
-    instruction."""
+    """The work that a program runs between the start and the end of a collective. A synchronous collective is one
+    instruction, and both counts are 0."""
 
     collective: Collective
     # matrix products, alone or fused, and loops with products
@@ -197,7 +197,7 @@ class Module:
     @functools.cached_property
     def instructions(self) -> Mapping[str, Instruction]:
         """All instructions by name."""
-        return {one.name: one for body in self.computations.values() for one in body}
+        return {instruction.name: instruction for body in self.computations.values() for instruction in body}
 
     def operands(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instructions that compute its operands."""
@@ -205,60 +205,58 @@ class Module:
 
     def operand_bytes(self, instruction: Instruction) -> int:
         """Bytes of the arrays that it reads; tuples are not counted."""
-        return sum(one.nbytes for one in self.operands(instruction) if not one.result.startswith("("))
+        return sum(operand.nbytes for operand in self.operands(instruction) if not operand.result.startswith("("))
 
     def moved_bytes(self, instruction: Instruction) -> int:
-        """Bytes that it reads and writes. If it reads a slice of an array, or updates one in place, the rest of the
-        array does not count."""
+        """Bytes that it reads and writes. Of an array that it slices or updates in place, only the slice counts."""
         if instruction.opcode != "fusion":
             read = 0 if instruction.opcode in (*_SLICES, *_UPDATES) else self.operand_bytes(instruction)
             return read + self._written_bytes(instruction)
         body = self.computations.get(instruction.attribute("calls") or "", [])
-        read = sum(self._read_bytes(one, body) for one in body if one.opcode == "parameter")
+        read = sum(self._read_bytes(parameter, body) for parameter in body if parameter.opcode == "parameter")
         roots = list(self.operands(body[-1])) if body and body[-1].opcode == "tuple" else body[-1:]
         return read + sum(map(self._written_bytes, roots))
 
     def _read_bytes(self, source: Instruction, body: list[Instruction]) -> int:
-        """Bytes that a fusion reads of a parameter: only slices, if nothing else uses it. `_written_bytes` counts what
-        updates read."""
-        users = [one for one in body if source.name in one.operands]
-        if not all(one.opcode in (*_SLICES, *_UPDATES, *_VIEWS) and one.operands[0] == source.name for one in users):
+        """Bytes that a fusion reads of a parameter: its slices if all users slice, update or reinterpret it, else the
+        whole array. `_written_bytes` counts the reads of updates."""
+        users = [user for user in body if source.name in user.operands]
+        if not all(user.opcode in (*_SLICES, *_UPDATES, *_VIEWS) and user.operands[0] == source.name for user in users):
             return source.nbytes
-        views = sum(self._read_bytes(one, body) for one in users if one.opcode in _VIEWS)
-        return views + sum(one.nbytes for one in users if one.opcode in _SLICES)
+        views = sum(self._read_bytes(user, body) for user in users if user.opcode in _VIEWS)
+        return views + sum(user.nbytes for user in users if user.opcode in _SLICES)
 
-    def _written_bytes(self, one: Instruction) -> int:
+    def _written_bytes(self, instruction: Instruction) -> int:
         """Bytes of a result, and the bytes that a slice, or the update of a slice, reads."""
-        while one.opcode in _VIEWS and (source := next(self.operands(one), None)) is not None:
-            one = source
-        if one.opcode in _SLICES:
-            return 2 * one.nbytes
-        if one.opcode in _UPDATES:
+        while instruction.opcode in _VIEWS and (source := next(self.operands(instruction), None)) is not None:
+            instruction = source
+        if instruction.opcode in _SLICES:
+            return 2 * instruction.nbytes
+        if instruction.opcode in _UPDATES:
             # the slice that replaces a part of the array: the second operand, and the last of a scatter
-            place = -1 if one.opcode == "scatter" else 1
-            return 2 * list(self.operands(one))[place].nbytes
-        return one.nbytes
+            place = -1 if instruction.opcode == "scatter" else 1
+            return 2 * list(self.operands(instruction))[place].nbytes
+        return instruction.nbytes
 
     def root(self, instruction: Instruction) -> Instruction:
-        """What a fusion yields; another instruction itself."""
+        """The root instruction of a fusion. An instruction of another opcode is its own root."""
         body = self.computations.get(instruction.attribute("calls") or "", [])
         return body[-1] if instruction.opcode == "fusion" and body else instruction
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instructions that it fuses or calls, with the instructions of nested computations."""
         for name in instruction.called:
-            for one in self.computations.get(name, ()):
-                yield one
-                yield from self.inside(one)
+            for inner in self.computations.get(name, ()):
+                yield inner
+                yield from self.inside(inner)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs: what the compiler knows, else the bound in its condition; None: the
-        text does not tell it."""
+        """The trip count of a `while`: the compiler's, else the bound in its condition; None if both are unknown."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         condition = self.computations.get(loop.attribute("condition") or "", [])
-        wrapped = (inner for one in condition for inner in self.inside(one))
-        bounds = {value for one in (*condition, *wrapped) if (value := _integer(one))}
+        wrapped = (inner for instruction in condition for inner in self.inside(instruction))
+        bounds = {value for instruction in (*condition, *wrapped) if (value := _integer(instruction))}
         bounds |= set() if bounds else set(self._carried_bounds(loop, condition))
         return bounds.pop() if len(bounds) == 1 else None
 
@@ -267,9 +265,9 @@ class Module:
         initial = self.instructions.get(next(iter(loop.operands), ""))
         if initial is None or initial.opcode != "tuple":
             return
-        for one in condition:
-            if one.opcode == "get-tuple-element":
-                place = self.instructions.get(initial.operands[int(one.attribute("index") or 0)])
+        for instruction in condition:
+            if instruction.opcode == "get-tuple-element":
+                place = self.instructions.get(initial.operands[int(instruction.attribute("index") or 0)])
                 if place is not None and (value := _integer(place)):
                     yield value
 
@@ -277,15 +275,15 @@ class Module:
         """Operations of the matrix products in an instruction: 2 for each pair of elements."""
         return sum(map(self._product_flops, (instruction, *self.inside(instruction))))
 
-    def _product_flops(self, one: Instruction) -> int:
-        if one.opcode not in ("dot", "convolution"):
+    def _product_flops(self, instruction: Instruction) -> int:
+        if instruction.opcode not in ("dot", "convolution"):
             return 0
-        left, right = (operand.arrays[0].shape for operand in list(self.operands(one))[:2])
-        result = one.arrays[0]
-        if one.opcode == "dot":
-            contracted = _numbers(one.rest, "lhs_contracting_dims")
+        left, right = (operand.arrays[0].shape for operand in list(self.operands(instruction))[:2])
+        result = instruction.arrays[0]
+        if instruction.opcode == "dot":
+            contracted = _numbers(instruction.rest, "lhs_contracting_dims")
             return 2 * result.size * math.prod(left[d] for d in contracted)
-        labels = _WINDOW.search(one.rest)
+        labels = _WINDOW.search(instruction.rest)
         if labels is None:
             return 0
         of_left, of_right, of_result = labels.groups()
@@ -295,7 +293,7 @@ class Module:
             n = left[of_left.index(label)]
             if result.shape[of_result.index(label)] == 1 and right[of_right.index(label)] == n:
                 summed *= n
-        return 2 * result.size * summed // int(one.attribute("feature_group_count") or 1)
+        return 2 * result.size * summed // int(instruction.attribute("feature_group_count") or 1)
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -304,13 +302,13 @@ def collectives(hlo: str) -> list[Collective]:
     Raises:
         ValueError: as in `Module`.
     """
-    return [one.collective for one in overlaps(hlo)]
+    return [overlap.collective for overlap in overlaps(hlo)]
 
 
 def collective_bytes(hlo: str) -> dict[str, int]:
     """The bytes that the collectives of each kind yield on one device in one run of an optimized HLO module.
 
-    What is in a loop counts as often as the loop runs, or once if the text does not tell how often.
+    A collective in a loop counts once for each trip, or once if the trip count is unknown.
 
     Raises:
         ValueError: as in `Module`.
@@ -318,11 +316,11 @@ def collective_bytes(hlo: str) -> dict[str, int]:
     module, totals = Module(hlo), dict.fromkeys(KINDS, 0)
 
     def add(computation: str, times: int) -> None:
-        for one in module.computations.get(computation, ()):
-            if (kind := one.opcode.removesuffix("-done")) in KINDS:
-                totals[kind] += times * one.nbytes
-            turns = times * (module.trips(one) or 1) if one.opcode == "while" else times
-            for name in one.called:
+        for instruction in module.computations.get(computation, ()):
+            if (kind := instruction.opcode.removesuffix("-done")) in KINDS:
+                totals[kind] += times * instruction.nbytes
+            turns = times * (module.trips(instruction) or 1) if instruction.opcode == "while" else times
+            for name in instruction.called:
                 add(name, turns)
 
     add(module.entry, 1)
@@ -330,8 +328,8 @@ def collective_bytes(hlo: str) -> dict[str, int]:
 
 
 def overlaps(hlo: str) -> list[Overlap]:
-    """Every collective of an optimized HLO module with what lies between its start and its end, in the order of its
-    text. That is the order in which a scheduled program runs.
+    """Every collective of an optimized HLO module with the work between its start and its end, in the order of the
+    text: the order in which a scheduled program runs.
 
     Raises:
         ValueError: as in `Module`.
@@ -344,10 +342,10 @@ def overlaps(hlo: str) -> list[Overlap]:
         for instruction in body:
             loop = instruction.op_name if instruction.opcode == "while" else None
             callers.update(dict.fromkeys(instruction.called, (computation, loop)))
-    found = []
+    spans = []
     for computation, body in bodies.items():
         places = {instruction.name: place for place, instruction in enumerate(body)}
-        crossings = {one.crossing: place for place, one in enumerate(body) if one.opcode == "send"}
+        crossings = {send.crossing: place for place, send in enumerate(body) if send.opcode == "send"}
         for place, instruction in enumerate(body):
             start, crossing = _start(instruction, places, place), None
             if instruction.opcode == "recv-done" and (crossing := body[start].crossing) is not None:
@@ -358,13 +356,13 @@ def overlaps(hlo: str) -> list[Overlap]:
                     kind, instruction.arrays, _loops(computation, callers), between_slices=crossing is not None
                 )
                 between = body[start + 1 : place]
-                products = sum(module.flops(one) > 0 for one in between)
-                found.append(Overlap(collective, products, sum(one.cycles or 0 for one in between)))
-    return found
+                products = sum(module.flops(inner) > 0 for inner in between)
+                spans.append(Overlap(collective, products, sum(inner.cycles or 0 for inner in between)))
+    return spans
 
 
 def _start(end: Instruction, places: Mapping[str, int], place: int) -> int:
-    """The place of the instruction that starts a collective: its own, if it is one instruction."""
+    """The index of the instruction that starts a collective. A synchronous collective starts at its own index."""
     return places.get(next(iter(end.operands), ""), place) if end.opcode.endswith("-done") else place
 
 
@@ -386,5 +384,5 @@ def _integer(instruction: Instruction) -> int | None:
 
 
 def _numbers(rest: str, name: str) -> list[int]:
-    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", rest)
-    return [int(number) for number in found[1].split(",") if number] if found else []
+    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", rest)
+    return [int(number) for number in match[1].split(",") if number] if match else []

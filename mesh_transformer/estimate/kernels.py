@@ -1,7 +1,7 @@
 """The operations of kernels, which no compiler counts: read from the kernel's name and its arrays.
 
-A kernel that says its operations itself is believed, such as the grouped products of megablox. JAX's splash attention
-does not say them. It computes the blocks of its mask that have a key to see.
+A kernel may declare its operations (`cost_estimate`), as the grouped products of megablox do. JAX's splash attention
+declares none: it computes the blocks of its mask that are not empty, and these are counted.
 """
 
 import re
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from mesh_transformer.estimate.hlo import Array, Instruction, Module
 
 SHARES = {"v4": 0.55, "v5e": 0.55, "v5p": 0.5, "v6e": 0.35, "v7x": 0.35}
-"""The share of the peak that a Pallas kernel is assumed to reach, by generation; of others OTHER_SHARE."""
+"""The share of the peak that a Pallas kernel is assumed to reach, by generation. The default is OTHER_SHARE."""
 OTHER_SHARE = 0.5
 _DECLARED = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")
-# the blocks that are computed, of all blocks: a scope around a kernel whose arrays do not tell it
+# (computed blocks, all blocks): a named scope around a kernel whose arrays do not hold the mask
 _SEEN = re.compile(r"\bmask_(\d+)_of_(\d+)\b")
 
 
@@ -38,53 +38,55 @@ _PRODUCTS = {"fwd": _Products(1, 1), "dq": _Products(2, 1), "dkv": _Products(2, 
 _FUSED = _Products(3, 2)
 
 
-def kernel_flops(module: Module, one: Instruction) -> int:
-    """Operations of a kernel on one device in one run: 2 for each pair of elements. 0: it is not a kernel, or an
-    unknown one."""
-    if cudnn := _CUDNN.search(one.rest):
-        return _cudnn_flops(module, one, backward=bool(cudnn[1]))
-    if not is_kernel(one):
+def kernel_flops(module: Module, instruction: Instruction) -> int:
+    """Operations of a kernel on one device in one run: 2 for each pair of elements. 0 for an
+    unknown kernel, and for an instruction that is no kernel."""
+    if cudnn := _CUDNN.search(instruction.rest):
+        return _cudnn_flops(module, instruction, backward=bool(cudnn[1]))
+    if not is_kernel(instruction):
         return 0
-    if declared := _DECLARED.search(one.rest):
+    if declared := _DECLARED.search(instruction.rest):
         return int(declared[1])
-    splash = _SPLASH.search(f"{one.name} {one.op_name}")
-    return _splash_flops(module, one, splash[1]) if splash else 0
+    splash = _SPLASH.search(f"{instruction.name} {instruction.op_name}")
+    return _splash_flops(module, instruction, splash[1]) if splash else 0
 
 
-def is_kernel(one: Instruction) -> bool:
+def is_kernel(instruction: Instruction) -> bool:
     """Whether an instruction is a Pallas kernel for a TPU, or cuDNN's attention."""
-    return one.opcode == "custom-call" and ('"tpu_custom_call"' in one.rest or _CUDNN.search(one.rest) is not None)
+    return instruction.opcode == "custom-call" and (
+        '"tpu_custom_call"' in instruction.rest or _CUDNN.search(instruction.rest) is not None
+    )
 
 
-def _cudnn_flops(module: Module, one: Instruction, backward: bool) -> int:
-    """Of the pairs that a causal mask leaves: cuDNN's blocks are not known."""
-    logits, window = _LOGITS.search(one.rest), _WINDOW.search(one.rest)
+def _cudnn_flops(module: Module, instruction: Instruction, backward: bool) -> int:
+    """Operations on the unmasked pairs of a causal mask: the block sizes of cuDNN are unknown."""
+    logits, window = _LOGITS.search(instruction.rest), _WINDOW.search(instruction.rest)
     if logits is None:
         return 0
     sequences, heads, queries = map(int, logits.groups())
     seen = min(int(window[1]) if window else 0, queries) or queries
-    width = next(module.operands(one)).arrays[0].shape[-1]
+    width = next(module.operands(instruction)).arrays[0].shape[-1]
     return 2 * sequences * heads * width * (seen * (2 * queries - seen + 1) // 2) * (5 if backward else 2)
 
 
-def _splash_flops(module: Module, one: Instruction, phase: str) -> int:
-    arrays = [array for operand in module.operands(one) for array in operand.arrays[:1]]
+def _splash_flops(module: Module, instruction: Instruction, phase: str) -> int:
+    arrays = [array for operand in module.operands(instruction) for array in operand.arrays[:1]]
     first = next(place for place, array in enumerate(arrays) if array.dtype.startswith(("bf", "f")))
     q, k, v = arrays[first : first + 3]
     queries, width = q.shape[-2:]
-    gradients = [array for array in one.arrays if len(array.shape) >= len(q.shape)]
+    gradients = [array for array in instruction.arrays if len(array.shape) >= len(q.shape)]
     products = _FUSED if phase == "dkv" and len(gradients) == len(("dq", "dk", "dv")) else _PRODUCTS[phase]
     # without these the mask has no empty block
     grid = next((array for array in arrays[:first] if array.shape), None)
     pairs = queries * k.shape[-2]
-    if seen := _SEEN.search(one.op_name):
+    if seen := _SEEN.search(instruction.op_name):
         pairs = pairs * int(seen[1]) // int(seen[2])
     elif grid is not None:
-        pairs = _seen_pairs(one, phase, grid, queries, k.shape[-2])
+        pairs = _seen_pairs(instruction, phase, grid, queries, k.shape[-2])
     return 2 * q.size // width * pairs // queries * (products.queries * width + products.values * v.shape[-1])
 
 
-def _seen_pairs(one: Instruction, phase: str, grid: Array, queries: int, keys: int) -> int:
+def _seen_pairs(instruction: Instruction, phase: str, grid: Array, queries: int, keys: int) -> int:
     """Pairs of a query and a key in the blocks of a causal mask, with or without a window: a window makes the grid
     narrower than all blocks.
 
@@ -93,7 +95,7 @@ def _seen_pairs(one: Instruction, phase: str, grid: Array, queries: int, keys: i
     """
     rows, columns = grid.shape[-2:]
     suffix = "" if phase == "fwd" else f"_{phase}"
-    sizes = dict(re.findall(rf"block_(q|kv){suffix}\W+(\d+)", one.rest))
+    sizes = dict(re.findall(rf"block_(q|kv){suffix}\W+(\d+)", instruction.rest))
     size_q, size_k = int(sizes.get("q", queries // rows)), int(sizes.get("kv", keys // columns))
     if phase == "dkv":
         # a block of keys is seen by the queries from its own positions on

@@ -31,7 +31,8 @@ def write_op_table(
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
         table.writerow(COLUMNS)
         for name, spent in sorted(estimate.spent.items(), key=lambda item: -item[1].seconds):
-            one = timeline.module.instructions[name]
+            instruction = timeline.module.instructions[name]
             times = (f"{spent.seconds:.3g}", f"{spent.seconds / estimate.seconds:.4f}") if accelerator else ("", "")
-            work = timeline.flops(one), timeline.module.moved_bytes(one)
-            table.writerow((spent.part, *times, spent.runs, *work, one.opcode, one.result, one.op_name, name))
+            work = timeline.flops(instruction), timeline.module.moved_bytes(instruction)
+            origin = instruction.opcode, instruction.result, instruction.op_name
+            table.writerow((spent.part, *times, spent.runs, *work, *origin, name))

@@ -24,7 +24,7 @@ def resolve(config: Config, n_devices: int, accelerator: Accelerator | None) -> 
     split = config.mesh.shard_activations and config.mesh.tp > 1
     if not split or accelerator is None or not accelerator.is_tpu:
         return either[0]
-    return min(either, key=lambda one: estimate(one, n_devices, accelerator).seconds)
+    return min(either, key=lambda candidate: estimate(candidate, n_devices, accelerator).seconds)
 
 
 def resolve_for(config: Config, devices: Sequence[jax.Device]) -> Config:

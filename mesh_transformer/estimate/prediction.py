@@ -1,5 +1,4 @@
-"""What a program of a config needs on a slice or a GPU that is not attached: whether it fits, exactly; its time, as a
-prediction."""
+"""Whether a program of a config fits a slice or a GPU that is not attached (exact), and its predicted time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ _MEMORY_OF_THE_FORMULA = {
     "one layer": "activations",
     "loss": "logits",
 }
-# what is called before a program is traced and compiled, with its name and its mesh
+# called with the name and the mesh of a program before it is traced and compiled
 Announce = Callable[[str, MeshShape], None]
 # the file for the table of a program's operations, by the name of the program
 OpTable = Callable[[str], Path]
@@ -138,7 +137,7 @@ def predict_training(
     compiled = compile_for(lower_step(program, accumulation, batch), target, folder)
     parts = {} if compiled.refused else training_parts(program, accumulation, batch, compiled.peak_bytes or 0)
     tokens = accumulation * batch * config.seq
-    found = _prediction(
+    prediction = _prediction(
         _Case(config, target, list(changes), "train", shape, batch, accumulation, op_table),
         compiled,
         parts,
@@ -146,8 +145,10 @@ def predict_training(
         tokens * flops_per_token(program.model.decoder, config.seq),
     )
     if config.data.packing == "documents":
-        found.notes.append(_cost_of_documents(found, predict_training(_concat(config), target, (), folder, announce)))
-    return found
+        prediction.notes.append(
+            _cost_of_documents(prediction, predict_training(_concat(config), target, (), folder, announce))
+        )
+    return prediction
 
 
 def estimate_training(config: Config, target: Target, changes: Sequence[str]) -> Prediction:
@@ -175,7 +176,7 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
     tokens = accumulation * batch * config.seq
     flops = tokens * flops_per_token(config.decoder, config.seq)
-    found = Prediction(
+    prediction = Prediction(
         **case.fields | {"estimate": FORMULA},
         fits=fits,
         peak_gib=needs.gib,
@@ -186,20 +187,20 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
         notes=[f"only the compiler can say whether this fits: the formula is exact to {FORMULA_MEMORY:.0%}"] * close,
     )
     if config.data.packing == "documents":
-        found.notes.append(_cost_of_documents(found, estimate_training(_concat(config), target, ())))
-    return found
+        prediction.notes.append(_cost_of_documents(prediction, estimate_training(_concat(config), target, ())))
+    return prediction
 
 
 def _concat(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"packing": "concat"})})
 
 
-def _cost_of_documents(found: Prediction, concat: Prediction) -> str:
-    """What attention within documents takes more than attention over whole records, in words."""
-    if found.step_s is None or concat.step_s is None or found.peak_gib is None or concat.peak_gib is None:
+def _cost_of_documents(documents: Prediction, concat: Prediction) -> str:
+    """A sentence: the extra time and memory of attention within documents, over attention across a record."""
+    if documents.step_s is None or concat.step_s is None or documents.peak_gib is None or concat.peak_gib is None:
         return "data.packing documents: its cost is not known, because a program does not compile"
-    seconds, gib = found.step_s / concat.step_s - 1, found.peak_gib - concat.peak_gib
-    without = "; the formula leaves out the masks of documents" if found.estimate == FORMULA else ""
+    seconds, gib = documents.step_s / concat.step_s - 1, documents.peak_gib - concat.peak_gib
+    without = "; the formula leaves out the masks of documents" if documents.estimate == FORMULA else ""
     return f"data.packing documents against concat: {seconds:+.1%} time of a step, {gib:+.3f} GiB of a device{without}"
 
 
@@ -250,7 +251,7 @@ def _shape(config: Config, target: Target) -> MeshShape:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is predicted."""
+    """The program, mesh and target of a prediction."""
 
     config: Config
     target: Target
@@ -279,7 +280,7 @@ class _Case:
 
 
 def _remat(config: Config) -> str:
-    """As it is on a TPU or a GPU."""
+    """The policy of recomputation on a TPU or a GPU."""
     return platforms.resolve(config.compute, "tpu").remat
 
 

@@ -39,7 +39,7 @@ class Compiled:
 
     Args:
         hlo: the optimized text; empty if the program was refused.
-        peak_bytes: the memory that one device needs to run it; what the compiler names if it refuses it, or None.
+        peak_bytes: the memory that one device needs. For a refused program: the number in the message, or None.
         refused: the compiler's message; None if it accepted the program.
     """
 
@@ -49,7 +49,7 @@ class Compiled:
 
 
 def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None) -> Compiled:
-    """Compile a program, or read it from `folder` if it is there. None: do not keep it.
+    """Compile a program, or read it from `folder`, which keeps compiled programs. None: compile, and keep nothing.
 
     The program must have been lowered for the devices of `target`.
     """

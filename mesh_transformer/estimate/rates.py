@@ -19,7 +19,7 @@ class Fit(NamedTuple):
     logit_cycles: float
     # bytes of the logits of one part of the queries that fit into the vector memory
     logit_room: float
-    # of the transfers of weights and gradients, the part that runs alone: libtpu hides the others behind products
+    # the exposed share of the transfers of weights and gradients: libtpu overlaps the rest with products
     exposed: float = 1.0
 
 
@@ -34,7 +34,7 @@ FITTED = {
 (fsdp 16; tp 2; tp 4), and for the room on v5e-8 (fsdp 8). v5e and v6e have 128 MiB of vector memory. v3 and v4 have 16
 MiB, in which logits never stay."""
 LIKE = {"v2": "v3", "v7x": "v6e"}
-"""Generations without a compiled program, and the nearest one that has."""
+"""The fitted generation that stands in for one without compiled programs."""
 # of the peak in large products of an H200, 750 of 989 TFLOP/s; of the memory's rate in a pass, which is not measured
 GPU_PRODUCT_SHARE, GPU_PASS_SHARE = 0.76, 0.8
 
@@ -47,7 +47,7 @@ class Rates(NamedTuple):
     # bytes/s of a pass over an activation, and of the memory
     passes: float
     memory: float
-    # the part of the transfers of weights and gradients that runs alone
+    # the exposed share of the transfers of weights and gradients
     exposed: float = 1.0
     # seconds of a logit of attention in vector memory, and bytes of logits that fit into it
     logit: float = 0.0
@@ -59,7 +59,7 @@ class Rates(NamedTuple):
         if not accelerator.is_tpu:
             return cls(GPU_PRODUCT_SHARE * peak, GPU_PASS_SHARE * memory, memory)
         fit = FITTED[LIKE.get(accelerator.name, accelerator.name)]
-        generation = next(one for one in slices.GENERATIONS if one.name == accelerator.name)
+        generation = next(tpu for tpu in slices.GENERATIONS if tpu.name == accelerator.name)
         cores = generation.cores_per_chip / generation.devices_per_chip
         cycles = 1e9 * accelerator.clock_ghz * cores
         logit = fit.logit_cycles / cycles

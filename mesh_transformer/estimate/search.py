@@ -25,7 +25,7 @@ POLICIES = (*KEPT, "none")
 LEAST_MEMORY = "full"
 # a program that needs up to so many times the usable memory by the closed form may still fit
 TOLERANCE = 1.05
-# a step that is less faster is no reason to change a config: the closed form errs by as much
+# Ignore gains below 10%: the closed form errs by as much.
 _WORTH = 1.1
 Changes = dict[tuple[str, str], Any]
 """The values of fields, by group and field."""
@@ -72,20 +72,20 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
             f"no mesh of {n_devices} devices divides the sizes of the model and the {sequences(config, n_devices)} "
             "sequences of a step: change data.batch_size, or the number of devices"
         )
-    by_time = sorted(every, key=lambda one: (one.estimate.seconds, len(one.overrides)))
-    near = [one for one in by_time if one.estimate.gib < TOLERANCE * accelerator.usable_gib]
+    by_time = sorted(every, key=lambda candidate: (candidate.estimate.seconds, len(candidate.overrides)))
+    near = [candidate for candidate in by_time if candidate.estimate.gib < TOLERANCE * accelerator.usable_gib]
     if not near:
-        misses = sorted(every, key=lambda one: one.estimate.gib)[:count]
+        misses = sorted(every, key=lambda candidate: candidate.estimate.gib)[:count]
         return Found((), tuple(misses), tuple(remedies(config, n_devices, accelerator)))
     best = near[:count]
-    if not any(_fits(one, accelerator) for one in best):
-        best[-1:] = [one for one in near if _fits(one, accelerator)][:1] or best[-1:]
+    if not any(_fits(candidate, accelerator) for candidate in best):
+        best[-1:] = [candidate for candidate in near if _fits(candidate, accelerator)][:1] or best[-1:]
     return Found(tuple(best))
 
 
 def faster(config: Config, n_devices: int, accelerator: Accelerator) -> tuple[Candidate, float] | None:
-    """The fastest candidate that surely fits, and how many times faster it is than the config, if a change is worth
-    it; None if not, and where the search models no candidate.
+    """The fastest candidate that surely fits, and its speedup over the config. None if the speedup is below _WORTH, if
+    no candidate fits, or if the search does not model the config.
 
     Raises:
         UserError: the mesh of the config does not fit the devices, or does not divide a size.
@@ -93,8 +93,8 @@ def faster(config: Config, n_devices: int, accelerator: Accelerator) -> tuple[Ca
     if unmodelled(config) or (n_devices > 1 and not accelerator.is_tpu):
         return None
     given = estimate(overlap.resolve(config, n_devices, accelerator), n_devices, accelerator)
-    fitting = [one for one in candidates(config, n_devices, accelerator) if _fits(one, accelerator)]
-    best = min(fitting, key=lambda one: (one.estimate.seconds, len(one.overrides)), default=None)
+    fitting = [candidate for candidate in candidates(config, n_devices, accelerator) if _fits(candidate, accelerator)]
+    best = min(fitting, key=lambda candidate: (candidate.estimate.seconds, len(candidate.overrides)), default=None)
     times = 1.0 if best is None else given.seconds / best.estimate.seconds
     return (best, times) if best is not None and times >= _WORTH else None
 
@@ -142,9 +142,11 @@ def remedies(config: Config, n_devices: int, accelerator: Accelerator) -> list[s
     changes = []
     for extra in _moments(config):
         changed, overrides = _changed(config, extra)
-        fitting = [one for one in candidates(changed, n_devices, accelerator) if _fits(one, accelerator)]
+        fitting = [
+            candidate for candidate in candidates(changed, n_devices, accelerator) if _fits(candidate, accelerator)
+        ]
         if fitting:
-            least = min(fitting, key=lambda one: (len(one.overrides), one.estimate.seconds))
+            least = min(fitting, key=lambda candidate: (len(candidate.overrides), candidate.estimate.seconds))
             changes.append(" ".join(f"--set {override}" for override in (*overrides, *least.overrides)))
             break
     larger = (kind for kind in _slices(accelerator) if kind.devices > n_devices)
@@ -171,11 +173,11 @@ def _slices(accelerator: Accelerator) -> Iterator[slices.SliceType]:
 
 def _fits_somehow(config: Config, n_devices: int, accelerator: Accelerator) -> bool:
     least = candidates(config, n_devices, accelerator, policies=[LEAST_MEMORY], largest=1)
-    return any(_fits(one, accelerator) for one in least)
+    return any(_fits(candidate, accelerator) for candidate in least)
 
 
-def _fits(one: Candidate, accelerator: Accelerator) -> bool:
-    return one.estimate.gib <= accelerator.usable_gib
+def _fits(candidate: Candidate, accelerator: Accelerator) -> bool:
+    return candidate.estimate.gib <= accelerator.usable_gib
 
 
 def _changes(
@@ -187,12 +189,12 @@ def _changes(
     for shape in _meshes(config, n_devices, accelerator):
         mesh = {("mesh", axis): shape[axis] for axis in MODELLED if axis in config.mesh.given}
         replicas = parts(shape, training_rules(config.mesh), "batch")
-        own, rest = divmod(total, replicas)
+        per_replica, rest = divmod(total, replicas)
         switches: Sequence[bool] = (False, True) if shape["tp"] > 1 else (config.mesh.shard_activations,)
         if config.mesh.overlap_tp is True:
             # it needs both
             switches = (True,) if shape["tp"] > 1 else ()
-        sizes = () if rest else _microbatches(own, largest or own)
+        sizes = () if rest else _microbatches(per_replica, largest or per_replica)
         for size, switch, policy in itertools.product(sizes, switches, policies):
             yield {
                 **mesh,
@@ -200,12 +202,12 @@ def _changes(
                 # auto stays, if it means this policy
                 ("compute", "remat"): config.compute.remat if policy == current else policy,
                 **_batch(config, size, replicas),
-                ("optimizer", "gradient_accumulation_steps"): own // size,
+                ("optimizer", "gradient_accumulation_steps"): per_replica // size,
             }
 
 
 def _meshes(config: Config, n_devices: int, accelerator: Accelerator) -> Iterator[MeshShape]:
-    """Every shape of the axes that the search changes. The config's other axes stay."""
+    """Every mesh of the devices over the modelled axes. There is none if the config splits another axis."""
     others = {axis: size for axis, size in config.mesh.given.items() if axis not in MODELLED}
     if any(size > 1 for size in others.values()):
         return
@@ -222,9 +224,9 @@ def _divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-def _microbatches(own: int, largest: int) -> list[int]:
+def _microbatches(per_replica: int, largest: int) -> list[int]:
     """The powers of two up to `largest` that divide the sequences of a replica in a step."""
-    return [1 << power for power in range(largest.bit_length()) if own % (1 << power) == 0]
+    return [1 << power for power in range(largest.bit_length()) if per_replica % (1 << power) == 0]
 
 
 def _batch(config: Config, size: int, replicas: int) -> Changes:

@@ -44,10 +44,10 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
     made = SlotPrograms(placement, slots, context, longest_chunk=size)
     params = placement.abstract(model.dtype)
     state = made.abstract
-    whole: Any = placement.partition.sharding()
+    replicated: Any = placement.partition.sharding()
 
     def on_device(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
     number = on_device(jnp.int32(0))
     chunks = on_device(ChunkBatch.none(1, size))

@@ -41,7 +41,7 @@ class StepSizes:
     # of weights and activations, and of the sums of gradients and the optimizer's state
     partition: Partition
     moments: Partition
-    # the groups of layers that share out a run: `MeshConfig.stages`
+    # the groups of layers into which a pipeline cuts a run: `MeshConfig.stages`
     groups: int
     # microbatches, and sequences of one on this device
     accumulation: int
@@ -141,7 +141,9 @@ class StepSizes:
     def elements(self, *stages: str, gathered: bool = False) -> float:
         """Elements of the parameters of these stages; `gathered` over the axes that split the weights of a layer."""
         measure = self.gathered_elements if gathered else self.array_elements
-        return sum(measure(one.axes, one.shape) for path, one in self.table.items() if path.partition("/")[0] in stages)
+        return sum(
+            measure(array.axes, array.shape) for path, array in self.table.items() if path.partition("/")[0] in stages
+        )
 
     @functools.cached_property
     def all_elements(self) -> float:
@@ -150,23 +152,23 @@ class StepSizes:
 
     def elements_with(self, name: str) -> float:
         """Elements of the parameters that have a dimension of this name."""
-        return sum(self.array_elements(one.axes, one.shape) for one in self.table.values() if name in one.axes)
+        return sum(self.array_elements(array.axes, array.shape) for array in self.table.values() if name in array.axes)
 
     @functools.cached_property
     def sum_elements(self) -> float:
         """Elements of the sums of gradients."""
-        return sum(self.array_elements(one.axes, one.shape, moments=True) for one in self.table.values())
+        return sum(self.array_elements(array.axes, array.shape, moments=True) for array in self.table.values())
 
     @functools.cached_property
     def slot_elements(self) -> float:
         """Elements of the optimizer's state."""
         total = 0.0
         for rule in self.config.optimizer.slots.values():
-            for one in self.table.values():
-                axes = rule(one.axes, one.shape)
-                sizes = dict(zip(one.axes, one.shape, strict=True))
+            for array in self.table.values():
+                axes = rule(array.axes, array.shape)
+                sizes = dict(zip(array.axes, array.shape, strict=True))
                 # a dimension that only the slot leaves unnamed has size 1
-                shape = one.shape if axes == one.axes else tuple(sizes[name] if name else 1 for name in axes)
+                shape = array.shape if axes == array.axes else tuple(sizes[name] if name else 1 for name in axes)
                 total += self.array_elements(axes, shape, moments=True)
         return total
 
@@ -205,20 +207,20 @@ class LayerSizes:
 
     @functools.cached_property
     def mixing(self) -> tuple[float, float]:
-        """Elements of the matrices of attention by which a device multiplies a token, over D: all matrices but the
-        last one, and the last one."""
+        """Elements of the matrices of attention by which a device multiplies a token, over D: (input and inner
+        matrices, output matrix)."""
         return self._columns([self.attention])
 
     @functools.cached_property
     def feeding(self) -> tuple[float, float]:
-        """The elements of `mixing` for the mechanisms that do not attend."""
-        return self._columns([one for one in self.kind.mechanisms if one is not self.attention])
+        """The elements of `mixing` for the feed-forward mechanisms."""
+        return self._columns([mechanism for mechanism in self.kind.mechanisms if mechanism is not self.attention])
 
     def _columns(self, mechanisms: Sequence[Mechanism]) -> tuple[float, float]:
-        """Elements of the inner matrices and of the matrices of outputs, over D."""
+        """(input and inner matrices, output matrices): elements over D."""
         sums: dict[Role, float] = defaultdict(float)
-        for one in mechanisms:
-            for array in one.arrays(self.step.width).values():
+        for mechanism in mechanisms:
+            for array in mechanism.arrays(self.step.width).values():
                 sums[array.role] += self.step.products(array) / self.step.width
         return sums["input"] + sums["inner"], sums["output"]
 
@@ -247,7 +249,7 @@ class LayerSizes:
 
     @property
     def hidden(self) -> float:
-        """Bytes of the products with the first matrices of the mechanisms that do not attend."""
+        """Bytes of the hidden values: the products with the input and inner matrices of the feed-forward mechanisms."""
         return self._bytes(self.feeding[0])
 
     def _bytes(self, width: float) -> float:
@@ -304,17 +306,17 @@ class LayerSizes:
     @functools.cached_property
     def weights(self) -> float:
         """Bytes of the gathered weights in the compute dtype."""
-        elements = sum(self.step.gathered_elements(one.axes, one.shape) for one in self.arrays.values())
+        elements = sum(self.step.gathered_elements(array.axes, array.shape) for array in self.arrays.values())
         return elements * self.step.item_bytes
 
     @property
     def biased(self) -> float:
         """Bytes of the activations to which biases are added."""
         total = 0.0
-        for one in self.kind.mechanisms:
-            if any(path.endswith("/b") for path in one.arrays(self.step.width)):
-                total += self.kept["qkv"] if one is self.attention else self.hidden
-            total += one.out_bias * self.step.whole_rows
+        for mechanism in self.kind.mechanisms:
+            if any(path.endswith("/b") for path in mechanism.arrays(self.step.width)):
+                total += self.kept["qkv"] if mechanism is self.attention else self.hidden
+            total += mechanism.out_bias * self.step.whole_rows
         return total
 
     @property
@@ -333,14 +335,12 @@ class LayerSizes:
         return sum(len(branch.readings) for branch in self.kind.branches)
 
     def needs_output(self, attention: bool) -> bool:
-        """Whether the backward pass needs the output of attention, or of the other mechanisms, because a norm
-        follows."""
+        """Whether the backward pass needs the output of the branch with attention, else of the feed-forward branch."""
         return any(attention == (self.attention in branch.mechanisms) for branch in self.needed)
 
     @property
     def needed(self) -> list[Branch]:
-        """The branches whose outputs the backward pass needs: all but the last, and the last if it has a norm after
-        it."""
+        """The branches whose outputs the backward pass needs. The last branch is one of them if a norm follows it."""
         *first, last = self.kind.branches
         return [*first, last] if last.post is not None else first
 

@@ -20,7 +20,7 @@ class Target:
     Args:
         name: the type of the slice, such as v3-8 or 2xv5e-16, or the name of the GPU.
         n_devices: JAX devices.
-        chips: what is paid for.
+        chips: TPU chips or GPUs, the unit of the price.
         slices: their number.
     """
 

@@ -62,8 +62,8 @@ class Estimate:
     def parts(self) -> dict[Part, float]:
         """Seconds by part; their sum is `seconds`."""
         total: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        for one in self.spent.values():
-            total[one.part] += one.seconds
+        for spent in self.spent.values():
+            total[spent.part] += spent.seconds
         return total
 
 
@@ -94,7 +94,7 @@ class Timeline:
 
     Args:
         hlo: the optimized text of the program.
-        loops: trips of the loops whose op_name contains a name, for those whose text does not tell them.
+        loops: trip counts by a name in the op_name of a loop, for loops whose text has no trip count.
         slices: TPU slices that run the program together.
     """
 
@@ -111,47 +111,54 @@ class Timeline:
         spent = {name: Spent(self._parts[name], played.counts[name], seconds) for name, seconds in played.spent.items()}
         return Estimate(played.seconds, spent, tuple(self._unknown))
 
-    def flops(self, one: Instruction) -> int:
+    def flops(self, instruction: Instruction) -> int:
         """Operations of the matrix products in an instruction, also of a kernel: 2 for each pair of elements."""
-        return self.module.flops(one) or kernel_flops(self.module, one)
+        return self.module.flops(instruction) or kernel_flops(self.module, instruction)
 
     def _play(self, computation: str, loops: tuple[str, ...]) -> _Played:
         played = _Played()
         # when the transfers that have started end, by the name of the instruction that stands for them
         ends: dict[str, float] = {}
         links = _Links()
-        for one in self.module.computations.get(computation, ()):
-            if one.opcode == "while":
-                body = self._play(one.attribute("body") or "", (*loops, one.op_name))
-                played.include(body, self._trips(one))
-            elif one.opcode == "call" and one.cycles is None:
-                played.include(self._play(one.attribute("to_apply") or "", loops))
-            elif one.opcode == "conditional":
-                branches = [self._play(name, loops) for name in one.called]
+        for instruction in self.module.computations.get(computation, ()):
+            if instruction.opcode == "while":
+                body = self._play(instruction.attribute("body") or "", (*loops, instruction.op_name))
+                played.include(body, self._trips(instruction))
+            elif instruction.opcode == "call" and instruction.cycles is None:
+                played.include(self._play(instruction.attribute("to_apply") or "", loops))
+            elif instruction.opcode == "conditional":
+                branches = [self._play(name, loops) for name in instruction.called]
                 played.include(max(branches, key=lambda branch: branch.seconds))
-            elif one.crossing is not None:
-                if one.opcode == "send":
-                    ends[one.crossing.name] = links.send("slices", self._crossing_seconds(one.crossing), played.seconds)
-            elif self._is(one, "start"):
-                ends[one.name] = links.send(*self._transfer(one), played.seconds)
-            elif self._is(one, "done"):
-                end = max((ends.get(name, 0.0) for name in self._awaited(one)), default=0.0)
-                self._add(played, one, "waiting", max(end - played.seconds, 0.0))
-            elif self._collective(one) is not None:
-                self._add(played, one, "collectives", links.send(*self._transfer(one), played.seconds) - played.seconds)
+            elif instruction.crossing is not None:
+                if instruction.opcode == "send":
+                    ends[instruction.crossing.name] = links.send(
+                        "slices", self._crossing_seconds(instruction.crossing), played.seconds
+                    )
+            elif self._is(instruction, "start"):
+                ends[instruction.name] = links.send(*self._transfer(instruction), played.seconds)
+            elif self._is(instruction, "done"):
+                end = max((ends.get(name, 0.0) for name in self._awaited(instruction)), default=0.0)
+                self._add(played, instruction, "waiting", max(end - played.seconds, 0.0))
+            elif self._collective(instruction) is not None:
+                self._add(
+                    played,
+                    instruction,
+                    "collectives",
+                    links.send(*self._transfer(instruction), played.seconds) - played.seconds,
+                )
             else:
-                source = next(iter(one.operands), "")
+                source = next(iter(instruction.operands), "")
                 # it stands for a transfer that runs: async-update, or a tuple or bitcast of it
                 if source in ends:
-                    ends[one.name] = ends[source]
-                if one.opcode not in _FREE:
-                    self._add(played, one, self._part(one, loops), self._seconds(one))
+                    ends[instruction.name] = ends[source]
+                if instruction.opcode not in _FREE:
+                    self._add(played, instruction, self._part(instruction, loops), self._seconds(instruction))
         return played
 
-    def _add(self, played: _Played, one: Instruction, part: Part, seconds: float) -> None:
+    def _add(self, played: _Played, instruction: Instruction, part: Part, seconds: float) -> None:
         if seconds:
-            self._parts[one.name] = part
-            played.add(one.name, seconds)
+            self._parts[instruction.name] = part
+            played.add(instruction.name, seconds)
 
     def _trips(self, loop: Instruction) -> int:
         trips = self.module.trips(loop) or next((n for name, n in self._loops.items() if name in loop.op_name), None)
@@ -159,76 +166,84 @@ class Timeline:
             self._unknown.append(f"{loop.name} ({loop.op_name})")
         return trips or 1
 
-    def _is(self, one: Instruction, end: Literal["start", "done"]) -> bool:
+    def _is(self, instruction: Instruction, end: Literal["start", "done"]) -> bool:
         """Whether an instruction starts, or waits for, a transfer beside other work. libtpu may fuse it."""
-        inner = self.module.root(one)
+        inner = self.module.root(instruction)
         return inner.opcode.endswith(f"-{end}") or f'"AsyncCollective{end.capitalize()}"' in inner.rest
 
     def _awaited(self, done: Instruction) -> list[str]:
         """The transfer that an instruction waits for."""
-        received = [one.crossing.name for one in self.module.operands(done) if one.opcode == "recv" and one.crossing]
+        received = [
+            operand.crossing.name
+            for operand in self.module.operands(done)
+            if operand.opcode == "recv" and operand.crossing
+        ]
         return received or done.operands[:1]
 
     def _crossing_seconds(self, crossing: Crossing) -> float:
         """Seconds of a transfer between slices, from its larger end."""
-        ends = (one for one in self.module.instructions.values() if one.crossing == crossing)
-        nbytes = max(array.nbytes for one in ends for array in one.arrays)
+        ends = (end for end in self.module.instructions.values() if end.crossing == crossing)
+        nbytes = max(array.nbytes for end in ends for array in end.arrays)
         return slice_seconds(crossing.kind, nbytes, self.slices, self.accelerator)
 
-    def _collective(self, one: Instruction) -> Instruction | None:
+    def _collective(self, instruction: Instruction) -> Instruction | None:
         """The collective that an instruction is, starts or wraps."""
         # what has an estimate computes, such as a product into which libtpu fuses a part of a running collective
-        if one.kind or one.cycles is not None or one.opcode not in ("fusion", "async-start", "custom-call"):
-            return one if one.kind else None
-        return next((inner for inner in self.module.inside(one) if inner.kind), None)
+        if (
+            instruction.kind
+            or instruction.cycles is not None
+            or instruction.opcode not in ("fusion", "async-start", "custom-call")
+        ):
+            return instruction if instruction.kind else None
+        return next((inner for inner in self.module.inside(instruction) if inner.kind), None)
 
-    def _transfer(self, one: Instruction) -> tuple[str, float]:
+    def _transfer(self, instruction: Instruction) -> tuple[str, float]:
         """The way and the seconds of a collective, or of a copy that runs beside other work."""
-        collective = self._collective(one)
+        collective = self._collective(instruction)
         if collective is None:
-            sizes = [array.nbytes for array in one.arrays if array.shape]
-            moved = min(sizes, default=0) if one.opcode == "slice-start" else max(sizes, default=0)
+            sizes = [array.nbytes for array in instruction.arrays if array.shape]
+            moved = min(sizes, default=0) if instruction.opcode == "slice-start" else max(sizes, default=0)
             return "copies", moved / (1e9 * self.accelerator.memory_gb_s)
         sizes = [array.nbytes for array in collective.arrays]
         # the result of a start is a tuple of operands, results and buffers
         result = max(sizes, default=0) if collective.opcode.endswith("-start") else sum(sizes)
         nbytes, kind = max(result, self.module.operand_bytes(collective)), collective.kind or ""
         # libtpu writes a reduce-scatter as a fusion of an all-reduce and a slice of its result, or of several
-        root = self.module.root(one)
+        root = self.module.root(instruction)
         results = list(self.module.operands(root)) if root.opcode == "tuple" else [root]
         if kind == "all-reduce" and {result.opcode for result in results} == {"dynamic-slice"}:
             kind = "reduce-scatter"
         group = device_group(collective.rest)
         return _way(collective), collective_seconds(kind, nbytes, group, self.accelerator)
 
-    def _seconds(self, one: Instruction) -> float:
+    def _seconds(self, instruction: Instruction) -> float:
         """Seconds of an instruction that runs alone."""
-        if one.cycles is not None and self.accelerator.is_tpu:
-            return one.cycles / (1e9 * self.accelerator.clock_ghz)
-        if one.opcode == "custom-call" and self.accelerator.is_tpu and not is_kernel(one):
+        if instruction.cycles is not None and self.accelerator.is_tpu:
+            return instruction.cycles / (1e9 * self.accelerator.clock_ghz)
+        if instruction.opcode == "custom-call" and self.accelerator.is_tpu and not is_kernel(instruction):
             return 0.0
-        moved = self.module.moved_bytes(one) / (1e9 * self.accelerator.memory_gb_s)
-        product = self.flops(one) / (1e12 * self.accelerator.peak_tflops)
+        moved = self.module.moved_bytes(instruction) / (1e9 * self.accelerator.memory_gb_s)
+        product = self.flops(instruction) / (1e12 * self.accelerator.peak_tflops)
         share = SHARES.get(self.accelerator.name, OTHER_SHARE)
         if self.accelerator.is_tpu:
-            return max(moved, product / share) if is_kernel(one) else moved
-        return max(moved / _MEMORY_SHARE, product / (share if is_kernel(one) else _PRODUCT_SHARE))
+            return max(moved, product / share) if is_kernel(instruction) else moved
+        return max(moved / _MEMORY_SHARE, product / (share if is_kernel(instruction) else _PRODUCT_SHARE))
 
-    def _part(self, one: Instruction, loops: tuple[str, ...]) -> Part:
-        name = "/".join((*loops, one.op_name))
+    def _part(self, instruction: Instruction, loops: tuple[str, ...]) -> Part:
+        name = "/".join((*loops, instruction.op_name))
         if "blocks" not in name:
             if not self._trains or "jvp(" in name:
-                return "element-wise" if "(tokens)" in name or one.opcode == "copy" else "head"
+                return "element-wise" if "(tokens)" in name or instruction.opcode == "copy" else "head"
             return "optimizer"
         # in a pipeline, whose stages differentiate each layer, "jvp(attention)"
         pieces = _TRANSFORMED.sub("", name).split("/")
         if "attention" in pieces and not {"q", "k", "v", "o"} & set(pieces):
             return "attention"
-        return "products" if self.flops(one) else "element-wise"
+        return "products" if self.flops(instruction) else "element-wise"
 
 
 class _Links:
-    """The links and the copy engine of a device. What takes the same way runs one after the other."""
+    """The links and the copy engine of a device. Transfers on the same way are serialized."""
 
     def __init__(self) -> None:
         self._free: dict[str, float] = {}

@@ -30,12 +30,12 @@ def of_microbatch(step: StepSizes, rates: Rates, products: Callable[[LayerSizes,
     tensor = step.group(step.partition.rules["mlp"])
     # the sum of the embedding, and the sum of the gradient of the head's input
     ends = 2 * _transfer(step.accelerator, "all-reduce", step.whole_rows, tensor)
-    sums = sum(one.count * _sums_of_layer(one, rates, products(one, rates)) for one in step.layers)
+    sums = sum(layer.count * _sums_of_layer(layer, rates, products(layer, rates)) for layer in step.layers)
 
     def exposed(kind: str, n_bytes: float, group: DeviceGroup) -> float:
         return _transfer(step.accelerator, kind, n_bytes, group) * (1.0 if kind == "all-reduce" else rates.exposed)
 
-    exchange = sum(experts.exchange_seconds(one, one.again.hidden, exposed) for one in step.layers)
+    exchange = sum(experts.exchange_seconds(layer, layer.again.hidden, exposed) for layer in step.layers)
     return {
         "tensor-parallel sums": sums + ends,
         **_weights_and_gradients(step, exposed),
@@ -57,7 +57,7 @@ def _sums_of_layer(layer: LayerSizes, rates: Rates, products: float) -> float:
     seconds += gathers * _transfer(step.accelerator, "all-gather", step.whole_rows, tensor)
     if step.config.mesh.overlap_tp is not True:
         return seconds
-    # the part of the transfers that products do not hide, and the cost of products in parts
+    # the exposed part of the transfers, and the overhead of products in parts
     part = RING_STEP_S + RING_PASSES * step.whole_rows / tensor.size / rates.passes
     chunks = (sums + gathers) * (tensor.size - 1) * part + RING_HIDDEN * layer.hidden / rates.passes
     return max(0.0, seconds - products) + chunks
@@ -71,13 +71,13 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
     replicas = step.group([axis for axis in sharing if axis not in embed])
     once = step.config.mesh.sum_gradients == "per_step"
     # gradients of split weights that have replicas are summed over all devices with other sequences at once
-    whole = not once and min(replicas.size, weights.size) > 1 and step.parts("experts") == 1
-    summed = everyone if whole else weights
-    kind = "all-reduce" if whole and step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
+    over_all = not once and min(replicas.size, weights.size) > 1 and step.parts("experts") == 1
+    summed = everyone if over_all else weights
+    kind = "all-reduce" if over_all and step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
     gathers = step.config.mesh.gather_weights == "per_layer"
     tables = step.elements("embed", "head", gathered=True) * step.item_bytes
     moved = seconds(kind, tables, summed) + gathers * seconds("all-gather", tables, weights)
-    # what is too small for the rates of links has a delay: biases, and the scales of norms
+    # small transfers cost their latency: biases, and the scales of norms
     delay = (everyone.size > 1) * seconds("all-reduce", 1, step.group(tuple(step.partition.mesh.shape)))
     for layer in step.layers:
         # a transfer for each matrix and each split vector; libtpu sums the gradients of two matrices at once
@@ -87,7 +87,7 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
         vectors = layer.count * layer.split_vectors * seconds("all-gather", 1, weights)
         moved += 2 * gathers * (count * seconds("all-gather", matrix, weights) + vectors)
     gradient = 0.0
-    if not (once or whole):
+    if not (once or over_all):
         kind = "all-reduce" if step.moments.rules == rules else "reduce-scatter"
         # the devices that split the experts sum the gradients of all other parameters
         split = step.elements_with("experts")
@@ -103,8 +103,8 @@ def of_step(step: StepSizes) -> dict[str, float]:
     embed, moments = step.partition.rules["embed"] or (), step.moments.rules["embed"] or ()
     seconds = {}
     if step.config.mesh.gather_weights == "per_step":
-        whole = step.elements("embed", "blocks", "head", gathered=True) * step.item_bytes
-        seconds["gathered weights"] = _transfer(step.accelerator, "all-gather", whole, step.group(embed))
+        gathered = step.elements("embed", "blocks", "head", gathered=True) * step.item_bytes
+        seconds["gathered weights"] = _transfer(step.accelerator, "all-gather", gathered, step.group(embed))
     updated = step.group([axis for axis in moments if axis not in embed])
     n_bytes = step.all_elements * FLOAT32_BYTES
     seconds["sums over replicas"] = _transfer(step.accelerator, "all-gather", n_bytes, updated)

@@ -80,7 +80,7 @@ class ModelConfig(HfKeys):
 
     @classmethod
     def derive(cls, values: JsonObject) -> JsonObject:
-        """Derive d_head, d_ff and the fields whose mark has a rule, from what is valid."""
+        """Derive d_head, d_ff and the fields whose mark has a rule, from the valid fields."""
         d_model, n_heads = size(values.get("d_model")), size(values.get("n_heads"))
         if d_model:
             values.setdefault("d_ff", 4 * d_model)

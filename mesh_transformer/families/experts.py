@@ -1,4 +1,4 @@
-"""Routed experts in place of the feed-forward layer; most families with them are like Llama in the rest."""
+"""Routed experts in place of the feed-forward layer; most families with them otherwise equal Llama."""
 
 from collections.abc import Collection
 from dataclasses import replace

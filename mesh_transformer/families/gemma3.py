@@ -51,8 +51,8 @@ class Gemma3Config(Gemma2Like, WithLocalRotary):
     @classmethod
     def full_every_from_hf(cls, keys: ConfigJson) -> int:
         """See `WithLayerTypes`. Earlier versions have a number instead of the list."""
-        found: int = keys.size("sliding_window_pattern", default=cls.FULL_EVERY)
-        return found
+        pattern: int = keys.size("sliding_window_pattern", default=cls.FULL_EVERY)
+        return pattern
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""

@@ -71,7 +71,7 @@ class Gpt2Like(ModelConfig):
 
         Args:
             attention: the rows of the attention.
-            view: the `view` of the other matrices.
+            view: the `view` of the feed-forward matrices.
         """
         block, head = "transformer.h.{}.", "lm_head.weight"
         copy = head if self.tied_head else None

@@ -46,8 +46,8 @@ class GptNeoConfig(Gpt2Like):
         fields = super().fields_from_hf(keys)
         layers = fields["layers"]
         types = keys.take("attention_types", default=[[list(_TYPES), layers // 2]])
-        found = keys.take("attention_layers", default=None) or _expanded(types, layers)
-        known = [way for way in ("odd", "none", "all") if _kinds(way, layers) == found]
+        kinds = keys.take("attention_layers", default=None) or _expanded(types, layers)
+        known = [way for way in ("odd", "none", "all") if _kinds(way, layers) == kinds]
         if not known:
             raise UserError(
                 f"attention_types is {types!r:.100}: only global, local, or global and local in turn, for {layers} "

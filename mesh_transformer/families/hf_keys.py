@@ -28,7 +28,7 @@ JsonObject = dict[str, Any]
 
 
 class ConfigJson:
-    """The keys of a config.json. A family takes the keys that it knows; `refuse_rest` checks the others."""
+    """The keys of a config.json. A family takes the keys that it knows; `refuse_rest` checks the remaining keys."""
 
     def __init__(self, values: JsonObject) -> None:
         self._left = dict(values)
@@ -39,9 +39,9 @@ class ConfigJson:
         Raises:
             UserError: two of the names are given, with different values.
         """
-        found = {name: self._left.pop(name) for name in names if name in self._left}
-        given = {name: value for name, value in found.items() if value is not None}
-        value = next(iter(given.values()), None if found else default)
+        taken = {name: self._left.pop(name) for name in names if name in self._left}
+        given = {name: value for name, value in taken.items() if value is not None}
+        value = next(iter(given.values()), None if taken else default)
         if any(other != value for other in given.values()):
             said = " and ".join(f"{name} is {value!r:.60}" for name, value in given.items())
             raise UserError(f"{said}: these keys mean the same, keep one")
@@ -60,7 +60,7 @@ class ConfigJson:
         None.
 
         Raises:
-            UserError: the value is something else.
+            UserError: the value has another type or is out of range.
         """
         value = self.take(*names, default=default)
         if value is None and (null or default is None):
@@ -77,7 +77,7 @@ class ConfigJson:
         it or the default is None.
 
         Raises:
-            UserError: the value is something else.
+            UserError: the value has another type or is out of range.
         """
         value = self.take(*names, default=default)
         if value is None and (null or default is None):
@@ -91,7 +91,7 @@ class ConfigJson:
         """True or false.
 
         Raises:
-            UserError: the value is something else.
+            UserError: the value is neither true nor false.
         """
         value = self.take(*names, default=default)
         if type(value) is not bool:
@@ -254,5 +254,5 @@ def _kinds(annotation: object) -> list[object]:
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for one in get_args(annotation) for kind in _kinds(one)]
+        return [kind for member in get_args(annotation) for kind in _kinds(member)]
     return [annotation]

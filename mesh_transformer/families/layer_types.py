@@ -1,4 +1,4 @@
-"""Layers that differ in their numbers: some have a sliding window, and these may have another rotary encoding."""
+"""Families with a sliding window in some layers, which may have a rotary encoding of their own."""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
@@ -21,14 +21,14 @@ def every(n: int, layers: int) -> list[int]:
     return list(range(n - 1, layers, n))
 
 
-def as_every(some: list[int], layers: int, usual: int) -> int | None:
-    """The n for which these layers are the last of each n, ascending; None: there is none. `usual` is tried first."""
-    tried = [usual, *(number + 1 for number in some[:1])]
-    return next((n for n in tried if some == every(n, layers)), None)
+def as_every(numbers: list[int], layers: int, usual: int) -> int | None:
+    """The period n if the layers are every n-th layer, else None. `usual` is tried first."""
+    tried = [usual, *(number + 1 for number in numbers[:1])]
+    return next((n for n in tried if numbers == every(n, layers)), None)
 
 
 def one_of(values: JsonObject, count: str, listed: str, usual: int) -> JsonObject:
-    """The fields with the usual value of `count`, if neither this nor the list in its place is given.
+    """The fields with a default: the usual value of `count`, if both `count` and `listed` are absent.
 
     Raises:
         UserError: both are given.
@@ -77,7 +77,7 @@ class WithLayerTypes(LlamaLike):
 
     def windows(self) -> list[int | None]:
         """See `LlamaLike`."""
-        return [self.window if one == SLIDING else None for one in self.types()]
+        return [self.window if kind == SLIDING else None for kind in self.types()]
 
     def architecture(self) -> JsonObject:
         """See `ModelConfig`. Two forms of one list are no difference."""
@@ -92,11 +92,11 @@ class WithLayerTypes(LlamaLike):
         pattern = cls.full_every_from_hf(keys)
         if types is None:
             return {**fields, "full_every": pattern}
-        if not isinstance(types, list) or not all(one in (SLIDING, FULL) for one in types):
+        if not isinstance(types, list) or not all(kind in (SLIDING, FULL) for kind in types):
             raise UserError(f"layer_types is {types!r:.100}: expected a list of {SLIDING} and {FULL}")
         if len(types) != fields["layers"]:
             raise UserError(f"layer_types has {len(types)} entries for {fields['layers']} layers: give one for each")
-        full = [layer for layer, one in enumerate(types) if one == FULL]
+        full = [layer for layer, kind in enumerate(types) if kind == FULL]
         n = as_every(full, fields["layers"], cls.FULL_EVERY)
         return {**fields, "full_every": n} if n else {**fields, "layer_types": tuple(types)}
 
@@ -129,7 +129,7 @@ class WithLocalRotary(WithLayerTypes):
         """See `LlamaLike`."""
         full = self.rotary()
         local = replace(full, base=self.local_rotary_base, scaling=None)
-        return [local if one == SLIDING else full for one in self.types()]
+        return [local if kind == SLIDING else full for kind in self.types()]
 
     @classmethod
     def rotary_from_hf(cls, keys: ConfigJson, others: JsonObject) -> JsonObject:
@@ -141,7 +141,7 @@ class WithLocalRotary(WithLayerTypes):
         by_type = _object("rope_parameters", keys)
         if not by_type.keys() <= {SLIDING, FULL}:
             raise UserError(f"rope_parameters is {by_type!r:.100}: expected an object for each of {SLIDING} and {FULL}")
-        full, sliding = (_object(one, ConfigJson(by_type)) for one in (FULL, SLIDING))
+        full, sliding = (_object(kind, ConfigJson(by_type)) for kind in (FULL, SLIDING))
         fields = super().rotary_from_hf(ConfigJson({"rope_theta": base, "rope_scaling": {**full, **scaling}}), others)
         of_window = super().rotary_from_hf(ConfigJson({"rope_theta": local, "rope_parameters": sliding}), others)
         if of_window["rotary_scaling"] != "none":

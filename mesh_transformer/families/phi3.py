@@ -61,10 +61,10 @@ class Phi3Config(MistralLike, PartlyRotary):
     @model_validator(mode="after")
     def _check_factors(self) -> Self:
         for name in ("rotary_short_factors", "rotary_long_factors"):
-            some = getattr(self, name)
-            if some is not None and len(some) != self.rotary_dims // 2:
+            factors = getattr(self, name)
+            if factors is not None and len(factors) != self.rotary_dims // 2:
                 raise UserError(
-                    f"model.{name} has {len(some)} entries for model.rotary_dims {self.rotary_dims}: give "
+                    f"model.{name} has {len(factors)} entries for model.rotary_dims {self.rotary_dims}: give "
                     f"{self.rotary_dims // 2}, one for each pair"
                 )
         return self

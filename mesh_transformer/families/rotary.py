@@ -35,7 +35,7 @@ class RotaryConfig(ModelConfig):
 
     # the field of the rotated dims of a head
     ROTARY_FIELD: ClassVar = "d_head"
-    # the values of rotary_scaling: the fields that each needs, then those that it may have
+    # the values of rotary_scaling: the required and the optional fields of each
     SCALINGS: ClassVar[Scalings] = _SCALINGS
     # other names of their kinds in config.json
     HF_SCALINGS: ClassVar[Mapping[str, str]] = {}
@@ -111,12 +111,12 @@ class RotaryConfig(ModelConfig):
         return Scaling(kind=self.rotary_scaling, **given)
 
     def attention_factor(self, factor: float) -> float:
-        """What multiplies the sines and cosines of yarn, if rotary_attention_factor is absent."""
+        """The factor of yarn's sines and cosines, if rotary_attention_factor is absent."""
         return yarn_factor(factor)
 
     @classmethod
     def mscales_from_hf(cls, fields: JsonObject, mscale: float | None, all_dims: float | None) -> JsonObject:
-        """The fields for yarn's magnitudes in config.json; the other rotary fields are given."""
+        """The fields for yarn's magnitudes in config.json. `fields`: the rotary fields read so far."""
         if fields["rotary_scaling"] != "yarn" or fields["rotary_attention_factor"] is not None:
             return {}
         # without a factor the config is refused
@@ -140,7 +140,7 @@ class RotaryConfig(ModelConfig):
         """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
 
         Args:
-            others: the other fields.
+            others: the fields read so far.
 
         Raises:
             UserError: the kind of scaling is not supported.
@@ -177,7 +177,7 @@ class RotaryConfig(ModelConfig):
 
     @classmethod
     def part_from_hf(cls, part: float, others: JsonObject) -> JsonObject:
-        """The fields for the part of a head that is rotated; `others` are the fields that are not rotary.
+        """The fields for the part of a head that is rotated. `others`: the fields read so far.
 
         Raises:
             UserError: the family rotates whole heads, and it is not 1.
@@ -230,6 +230,5 @@ def part_of_head(dims: int, d_head: int) -> float:
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:
-    """What multiplies the sines and cosines of a context that is `factor` times as long (Peng et al. 2023, section
-    3.4)."""
+    """The factor of sines and cosines in a context that is `factor` times as long (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1

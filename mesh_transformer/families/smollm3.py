@@ -54,11 +54,11 @@ class SmolLM3Config(BiasedLlama):
 
     @model_validator(mode="after")
     def _check_no_rotary_layers(self) -> Self:
-        some = list(self.no_rotary_layers or ())
-        if some != sorted(set(some)) or (some and some[-1] >= self.layers):
+        layers = list(self.no_rotary_layers or ())
+        if layers != sorted(set(layers)) or (layers and layers[-1] >= self.layers):
             raise UserError(
-                f"model.no_rotary_layers {some} must be ascending and less than model.layers {self.layers}, the first "
-                "layer being 0"
+                f"model.no_rotary_layers {layers} must be ascending and less than model.layers {self.layers}, the "
+                "first layer being 0"
             )
         return self
 
@@ -92,11 +92,11 @@ class SmolLM3Config(BiasedLlama):
         rotated = keys.take("no_rope_layers", default=None)
         if rotated is None:
             return {**fields, "no_rotary_every": n}
-        if not isinstance(rotated, list) or not all(type(one) is int and one in (0, 1) for one in rotated):
+        if not isinstance(rotated, list) or not all(type(flag) is int and flag in (0, 1) for flag in rotated):
             raise UserError(f"no_rope_layers is {rotated!r:.100}: expected a list of 0 (no rotary encoding) and 1")
         if len(rotated) != layers:
             raise UserError(f"no_rope_layers has {len(rotated)} entries for {layers} layers: give one for each")
-        none = [layer for layer, one in enumerate(rotated) if not one]
+        none = [layer for layer, flag in enumerate(rotated) if not flag]
         n = as_every(none, layers, _EVERY)
         return {**fields, "no_rotary_every": n} if n else {**fields, "no_rotary_layers": tuple(none)}
 

@@ -1,4 +1,4 @@
-"""What a format of input files is."""
+"""The interface of a format of input files."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,15 +58,15 @@ def check_columns(names: Sequence[str], place: str, column: "Column", has: str =
         BadDataError: the file has no such column, or several of one name.
     """
     wanted = fields_of(names) if column is None else [column]
-    there = listed([repr(name[:100]) for name in names])
+    shown = listed([repr(name[:100]) for name in names])
     if not wanted:
-        reason = f"{has}no columns of an example, it has {there}: rename them to {forms()}"
+        reason = f"{has}no columns of an example, it has {shown}: rename them to {forms()}"
         raise BadDataError(place, "no column", reason)
     for name in wanted:
         if names.count(name) != 1:
             many = "several columns" if name in names else "no column"
             out = "choose one with --column" if column is not None else "give each column a name of its own"
-            raise BadDataError(place, "no column", f"{has}{many} {name!r}, it has {there}: {out}")
+            raise BadDataError(place, "no column", f"{has}{many} {name!r}, it has {shown}: {out}")
     return wanted
 
 
@@ -103,8 +103,8 @@ class Format:
             the column. It raises BadDataError where nothing after the damage can be read. None: the format needs a file
             that can seek, so that it is neither compressed nor in an archive.
         cut: how a file that is not compressed is read in ranges. None: it is one part.
-        check: raises UserError if the open file has no such column; it reads only the beginning. None: it cannot be
-            seen there.
+        check: raises UserError if the open file has no such column; it reads only the beginning. None: the beginning
+            does not show the columns.
     """
 
     suffix: str

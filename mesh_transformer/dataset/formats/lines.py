@@ -11,7 +11,7 @@ from mesh_transformer.errors import BadDataError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _STEP_BYTES = 1 << 20
-# what is read of a bucket beyond a range, because its last line may end there
+# bytes read beyond a range in a bucket, because its last line may end there
 _AFTER_BYTES = 1 << 20
 
 

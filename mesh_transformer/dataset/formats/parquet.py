@@ -53,23 +53,23 @@ def _sizes(parquet: Any) -> list[int]:
     return [max(0, parquet.metadata.row_group(number).total_byte_size) for number in range(parquet.num_row_groups)]
 
 
-def _in_file(sizes: list[int], some: list[int], size: int) -> int:
-    """About how many bytes of the file `some` row groups take."""
-    return sum(some) * size // max(1, sum(sizes))
+def _in_file(sizes: list[int], chosen: list[int], size: int) -> int:
+    """Approximate bytes of the file that row groups with `chosen` decompressed bytes take."""
+    return sum(chosen) * size // max(1, sum(sizes))
 
 
 def _together(counts: list[int], most: int) -> list[Range]:
-    """Ranges of neighbours whose counts add up to at most `most`, or of one alone."""
-    found: list[Range] = []
+    """Ranges of consecutive numbers whose counts add up to at most `most`. A larger count is a range of its own."""
+    merged: list[Range] = []
     held = 0
     for number, count in enumerate(counts):
         held += count
-        if found and held <= most:
-            found[-1] = found[-1][0], number + 1
+        if merged and held <= most:
+            merged[-1] = merged[-1][0], number + 1
         else:
-            found.append((number, number + 1))
+            merged.append((number, number + 1))
             held = count
-    return found
+    return merged
 
 
 def pieces(path: str, size: int, bounds: Range, column: Column) -> Iterator[Item]:
