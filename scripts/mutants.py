@@ -74,7 +74,7 @@ MUTANTS = [
         "if False:",
         ("tests/spec/test_arrays.py::test_arrays_have_the_dimension_names_of_the_modules",),
     ),
-    Mutant("spec/flops.py", "min(one.window or seq, seq)", "seq", ("tests/spec/test_flops.py",)),
+    Mutant("spec/flops.py", "min(attention.window or seq, seq)", "seq", ("tests/spec/test_flops.py",)),
     Mutant(
         "train/pipeline.py",
         "jnp.where(item.valid, inputs, at(kept, *place))",
@@ -122,7 +122,7 @@ MUTANTS = [
     # differs where a later part's largest logit is larger by about 88: exp overflows
     Mutant(
         "ops/attend/cached.py",
-        "functools.reduce(jnp.maximum, (one.max(-1, keepdims=True) for one in logits))",
+        "functools.reduce(jnp.maximum, (part_logits.max(-1, keepdims=True) for part_logits in logits))",
         "logits[0].max(-1, keepdims=True)",
         ("tests/infer/test_storage.py",),
     ),

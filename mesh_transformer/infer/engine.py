@@ -31,7 +31,7 @@ MAX_PREFILL_TOKENS = 512
 
 def cache_positions(longest: int, context: int | None) -> int:
     """Positions of a slot: `context`, rounded up to a whole cache segment; at most `longest`, the context of the model,
-    which None means too."""
+    which is also the default."""
     ends = segment_ends(longest)
     return next(n for n in ends if n >= min(context or math.inf, ends[-1]))
 
@@ -65,7 +65,7 @@ class SlotEngine:
         Args:
             params: parameters in the compute dtype, on the mesh of `placement`, stacked or packed (`infer.cpu`).
             slots: number of sequences in the cache.
-            context: positions per sequence, rounded up to a whole cache segment. None: the context of the model.
+            context: positions per sequence, rounded up to a whole cache segment; by default the context of the model.
             max_prefill_tokens: the largest number of prompt tokens in one call.
         """
         placement = placed(placement, params)
@@ -78,7 +78,7 @@ class SlotEngine:
         held = {window: ring_length(self.context, window, self._max_chunk) for window in windows}
         # the window and the positions of each kind of ring
         self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
-        # the numbers of positions that programs read
+        # the attention lengths of compiled programs; the last one is the whole context
         self._lengths = sorted({*segment_ends(max(held.values())), self.context})
         self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk)
         self._slots = self._programs.empty()
@@ -133,10 +133,10 @@ class SlotEngine:
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
         """See `requests.Engine`."""
-        found: dict[PromptChunk, PrefillResult] = {}
+        results: dict[PromptChunk, PrefillResult] = {}
         for group in self._groups(chunks):
-            found.update(zip(group.chunks, self._prefill(group), strict=True))
-        return [found[chunk] for chunk in chunks]
+            results.update(zip(group.chunks, self._prefill(group), strict=True))
+        return [results[chunk] for chunk in chunks]
 
     def _groups(self, chunks: Sequence[PromptChunk]) -> Iterator[_Group]:
         """Chunks for one program call: chunks of one size that start their prompts, if they fill more than half of the
@@ -150,10 +150,10 @@ class SlotEngine:
                 yield _Group([chunk], 1, size, self.context if later else size, scored)
             else:
                 alike.setdefault(size, []).append(chunk)
-        for size, some in alike.items():
+        for size, sized_chunks in alike.items():
             rows = self._rows(size)
-            for first in range(0, len(some), rows):
-                part = some[first : first + rows]
+            for first in range(0, len(sized_chunks), rows):
+                part = sized_chunks[first : first + rows]
                 if 2 * len(part) > rows:
                     yield _Group(part, rows, size, size)
                 else:
@@ -203,14 +203,14 @@ class SlotEngine:
         live = [slot for slot, running in self._requests.items() if running.left > 0 and running.length]
         if not live:
             return []
-        one = len(live) == 1
-        rows = live if one else list(range(self.slots))
+        single = len(live) == 1
+        rows = live if single else list(range(self.slots))
         needed = max(self._requests[slot].length for slot in live) + steps
         n_top = max(self._requests[slot].params.logprobs or 0 for slot in live)
         self._slots, drawn = self._programs.generate(
             self._params,
             self._slots,
-            np.asarray(live, np.int32) if one and self.slots > 1 else None,
+            np.asarray(live, np.int32) if single and self.slots > 1 else None,
             np.int32(min(steps, MAX_STEPS)),
             np.int32(n_top),
             length=next(length for length in self._lengths if length >= min(needed, self.context)),
@@ -268,11 +268,13 @@ class SlotEngine:
         for step, column in zip(*np.nonzero(drawn.live_B), strict=True):
             slot = rows[column]
             running = self._requests[slot]
-            one = jax.tree.map(lambda x, at=(step, column): x[at], drawn)
+            sampled = jax.tree.map(lambda x, at=(step, column): x[at], drawn)
             # the newest token is not in the cache yet
             self._ends[slot] = max(self._ends[slot], running.length)
-            token = _token(running.params, one.token_B, one.logprob_B, one.top_id_BC, one.top_logprob_BC)
-            yield running.emit(slot, token, ended=bool(one.ended_B))
+            token = _token(
+                running.params, sampled.token_B, sampled.logprob_B, sampled.top_id_BC, sampled.top_logprob_BC
+            )
+            yield running.emit(slot, token, ended=bool(sampled.ended_B))
 
 
 class _Group(NamedTuple):

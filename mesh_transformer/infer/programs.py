@@ -138,7 +138,7 @@ class SlotPrograms:
 
     def __init__(self, placement: Placement, n_slots: int, context: int, *, longest_chunk: int):
         self.model, self.partition, self.n_slots = placement.model, placement.partition, n_slots
-        whole: Any = self.partition.sharding()
+        replicated: Any = self.partition.sharding()
 
         def none() -> Slots:
             with use(self.partition):
@@ -146,10 +146,10 @@ class SlotPrograms:
             return empty(cache, n_slots, context, self.model.decoder.padded_vocab)
 
         abstract = jax.eval_shape(none)
-        self.shardings = shardings = jax.tree.map(lambda _: whole, abstract)._replace(
+        self.shardings = shardings = jax.tree.map(lambda _: replicated, abstract)._replace(
             cache=abstract.cache.map(lambda _, names: self.partition.sharding(*names))
         )
-        # what `empty` returns
+        # the result of `empty`
         self.abstract = jax.tree.map(lambda x, split: x.update(sharding=split), abstract, shardings)
         self.empty = jax.jit(none, out_shardings=shardings)
         self.insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
@@ -159,10 +159,10 @@ class SlotPrograms:
             self._prefill,
             donate_argnums=1,
             static_argnames=("length", "scored"),
-            out_shardings=(shardings, whole, whole),
+            out_shardings=(shardings, replicated, replicated),
         )
         self.generate = jax.jit(
-            self._generate, donate_argnums=1, static_argnames="length", out_shardings=(shardings, whole)
+            self._generate, donate_argnums=1, static_argnames="length", out_shardings=(shardings, replicated)
         )
 
     def _prefill(
@@ -206,7 +206,7 @@ class SlotPrograms:
         """Generate up to `steps` tokens, at most MAX_STEPS, for the slots `slots_B`. The tokens are (I, B).
 
         Args:
-            slots_B: None: all slots.
+            slots_B: int32, or None for all slots.
             length: positions of the cache that attention reads: enough for the last step.
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
@@ -229,7 +229,7 @@ class SlotPrograms:
                 cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B.astype(jnp.int32))
             )
             slots, new = draw(slots, rows_B, logits_BV, live_B, n_top)
-            return i + 1, slots, jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
+            return i + 1, slots, jax.tree.map(lambda all, row: all.at[i].set(row), drawn, new)
 
         with use(self.partition):
             stored = storage()
@@ -241,19 +241,19 @@ class SlotPrograms:
             return jax.lax.while_loop(lambda c: (c[0] < steps) & c[1].live_N[rows_B].any(), step, carry)[1:]
 
     def _logits(self, head: Params, x_BTD: jax.Array, copies: int = 1) -> jax.Array:
-        """The logits of all positions on each device; of `copies` equal rows only the first's."""
+        """The logits of all positions on each device; with `copies` equal rows, of the first row only."""
         logits_BTV = self.model.logits(head, x_BTD)
         return constrain(logits_BTV if copies == 1 else logits_BTV[:, :1], None, None, None)
 
     def _scores(self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array) -> Scores:
         n = next(n for n in (_SCORED_POSITIONS, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)
 
-        def some(part: tuple[jax.Array, jax.Array]) -> Scores:
+        def part_scores(part: tuple[jax.Array, jax.Array]) -> Scores:
             x_pD, targets_p = part
             return Scores.of(self._logits(head, x_pD[None])[0], targets_p, n_top)
 
         x_CpD, targets_Cp = x_BPD.reshape(-1, n, x_BPD.shape[-1]), targets_BP.reshape(-1, n)
-        parts = jax.lax.map(some, (x_CpD, targets_Cp))
+        parts = jax.lax.map(part_scores, (x_CpD, targets_Cp))
         return jax.tree.map(lambda x: x.reshape(*targets_BP.shape, *x.shape[2:]), parts)
 
     def _written(self, view: Any) -> KVCache:
@@ -302,7 +302,7 @@ def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Sl
     at = jnp.where(jnp.arange(len(new.tokens_NS)) < n_tokens, new.tokens_NS, vocab)
     new = new._replace(in_prompt_NV=jnp.zeros(vocab, bool).at[at].set(True, mode="drop"))
     rest = slots._replace(cache=None)  # type: ignore[arg-type]
-    rows = jax.tree.map(lambda all, one: all.at[slot].set(one), rest, new)
+    rows = jax.tree.map(lambda all, row: all.at[slot].set(row), rest, new)
     return rows._replace(cache=slots.cache)
 
 

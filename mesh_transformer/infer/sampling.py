@@ -95,7 +95,7 @@ def most_likely(logprobs_BV: jax.Array, n_top: jax.Array, most: int) -> tuple[ja
     """
     n = logprobs_BV.shape[0]
 
-    def one(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def take_likeliest(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         left_BV, ids_BC, values_BC = carry
         id_B = _argmax(left_BV)
         value_B = jnp.take_along_axis(left_BV, id_B[:, None], axis=-1)[:, 0]
@@ -103,7 +103,7 @@ def most_likely(logprobs_BV: jax.Array, n_top: jax.Array, most: int) -> tuple[ja
         return left_BV, ids_BC.at[:, i].set(id_B), values_BC.at[:, i].set(value_B)
 
     empty = logprobs_BV, jnp.zeros((n, most), jnp.int32), jnp.zeros((n, most), jnp.float32)
-    return jax.lax.fori_loop(0, n_top, one, empty)[1:]
+    return jax.lax.fori_loop(0, n_top, take_likeliest, empty)[1:]
 
 
 def _argmax(x_BV: jax.Array) -> jax.Array:

@@ -107,7 +107,7 @@ class Scheduler:
     unusable.
 
     Args:
-        engine: the engine. Nothing else may use it.
+        engine: the engine. Only this scheduler may use it.
         max_queue: how many requests may wait, in addition to those for which a slot is free.
         max_steps: tokens per request and step while no request waits. A request that arrives meanwhile waits for the
             whole step.
@@ -159,8 +159,8 @@ class Scheduler:
             raise ValueError(f"the ID {request} is in use by another request")
         if len(self._waiting) >= self._max_queue + len(self._free()):
             raise QueueFull(f"the queue is full: {self._max_queue} requests wait already")
-        whole = _Request(request, list(prompt), params, on_admit)
-        self._waiting[request] = _window(whole, self._engine.context) if slide else whole
+        queued = _Request(request, list(prompt), params, on_admit)
+        self._waiting[request] = _window(queued, self._engine.context) if slide else queued
 
     def cancel(self, request: int) -> None:
         """Drop a waiting or running request and free its slot. Unknown IDs are ignored."""
@@ -282,17 +282,17 @@ class Scheduler:
             chunks.append(PromptChunk(slot.index, slot.cached, stop))
             room -= stop - slot.cached
         self._prefilling = []
-        for slot, chunk, found in zip(slots, chunks, self._engine.prefill(chunks), strict=True):
+        for slot, chunk, result in zip(slots, chunks, self._engine.prefill(chunks), strict=True):
             request = slot.request
             assert request is not None
             self._counters["prefilled_tokens"] += chunk.stop - chunk.start
             slot.cached = chunk.stop
-            if found.prompt:
-                outputs.setdefault(request.id, RequestOutput(request.id)).prompt.extend(found.prompt)
+            if result.prompt:
+                outputs.setdefault(request.id, RequestOutput(request.id)).prompt.extend(result.prompt)
             if chunk.stop < len(request.prompt):
                 self._prefilling.append(slot)
-            elif found.first is not None:
-                self._record_token(slot, found.first, outputs)
+            elif result.first is not None:
+                self._record_token(slot, result.first, outputs)
             else:
                 # max_tokens is 0
                 outputs.setdefault(request.id, RequestOutput(request.id)).finish_reason = "length"
@@ -310,8 +310,8 @@ class Scheduler:
             return
         self._release(slot)
         if emitted.finish_reason == "length" and request.rest is not None:
-            whole = dataclasses.replace(request, prompt=slot.tokens, params=request.rest, on_admit=None)
-            self._waiting[request.id] = _window(whole, self._engine.context)
+            continuation = dataclasses.replace(request, prompt=slot.tokens, params=request.rest, on_admit=None)
+            self._waiting[request.id] = _window(continuation, self._engine.context)
         else:
             got.finish_reason = emitted.finish_reason
 
@@ -323,11 +323,11 @@ class Scheduler:
             self._prefilling.remove(slot)
 
 
-def _window(whole: _Request, context: int) -> _Request:
+def _window(request: _Request, context: int) -> _Request:
     """The part of a request that fits the context: the end of its prompt, with room for half a context of new
     tokens."""
-    params = whole.params
-    prompt = whole.prompt[-(context - min(params.max_tokens, context // 2)) :]
+    params = request.params
+    prompt = request.prompt[-(context - min(params.max_tokens, context // 2)) :]
     now = min(params.max_tokens, context - len(prompt))
     part = dataclasses.replace(params, max_tokens=now, min_tokens=min(params.min_tokens, now))
     rest = dataclasses.replace(
@@ -337,7 +337,7 @@ def _window(whole: _Request, context: int) -> _Request:
         # the positions repeat, and the random key depends on seed and position only
         seed=(params.seed + 1) % 2**32,
     )
-    return dataclasses.replace(whole, prompt=prompt, params=part, rest=rest if rest.max_tokens else None)
+    return dataclasses.replace(request, prompt=prompt, params=part, rest=rest if rest.max_tokens else None)
 
 
 def _common_length(tokens: Sequence[int], prompt: Sequence[int]) -> int:

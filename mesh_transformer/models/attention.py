@@ -23,9 +23,9 @@ from mesh_transformer.parallel.sharding import constrain
 
 
 class SelfAttention:
-    """Self-attention (`spec.Attention`) between its products. The products of `inputs`, q (B, T or 1, H K), k and v
-    (B, T, J K) -> the input of `out`, (B, T or 1, H K). If the `maps` of a subclass of `spec.Attention` are more, their
-    products follow."""
+    """The core of self-attention (`spec.Attention`). It gets q (B, T or 1, H K), k and v (B, T, J K) after their
+    projections `inputs`, and returns the input of the projection `out`, (B, T or 1, H K). The products of further
+    `maps` in a subclass of `spec.Attention` follow v."""
 
     def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
@@ -162,9 +162,9 @@ class FromLatents:
 
 
 class LatentAttention(FromLatents):
-    """Multi-head latent attention (`spec.LatentAttention`) between its products. Those of `inputs`, q (B, T or 1, H K)
-    or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
-    (B, T or 1, H V)."""
+    """The core of multi-head latent attention (`spec.LatentAttention`). It gets the products of `inputs`: q (B, T or 1,
+    H K) or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims). It returns the
+    input of `out`, (B, T or 1, H V)."""
 
     def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
@@ -198,8 +198,9 @@ class LatentAttention(FromLatents):
 
 
 class JointLatentAttention(FromLatents):
-    """JAXformer's latent attention (`spec.JointLatentAttention`) between its products. Those of `inputs`, the latent of
-    q and that of keys and values, (B, T, R) each -> the input of `out`, (B, T or 1, H V)."""
+    """The core of JAXformer's latent attention (`spec.JointLatentAttention`). It gets the products of `inputs`, which
+    are the latent of q and the latent of keys and values, (B, T, R) each. It returns the input of `out`, (B, T or 1,
+    H V)."""
 
     def __init__(self, attention: spec.JointLatentAttention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name

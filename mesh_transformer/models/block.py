@@ -1,4 +1,4 @@
-"""The block of all families, as a `spec.Layer` describes it: the table of its mechanisms, and what it reads.
+"""The block of all families, as a `spec.Layer` describes it: the table of its mechanisms, and its inputs.
 
 Shapes: B sequences, T positions, S keys, H heads, D residual width, L layers.
 """
@@ -32,12 +32,13 @@ KEPT = {
 
 
 class BlockModule(Protocol):
-    """What a mechanism computes between its input and output projections, such as attention of q, k and v. The branch
-    does the projections, so that the mechanisms of a branch share one product, and adds the biases of outputs."""
+    """The core of a mechanism, between its input and output projections, such as attention of q, k and v. The branch
+    applies the projections `inputs` and `out` itself, so that its mechanisms share one matmul and one all-reduce, and
+    adds the biases of outputs."""
 
     @property
     def inputs(self) -> Sequence[Linear]:
-        """The maps of its input; none: it is called with the input itself."""
+        """The projections of its input. If there are none, it is called with the input itself."""
 
     @property
     def keys(self) -> Sequence[Linear]:
@@ -45,7 +46,7 @@ class BlockModule(Protocol):
 
     @property
     def out(self) -> Linear | None:
-        """The map of what it returns; None: it returns its output."""
+        """The output projection; None if it returns the output itself."""
 
     @property
     def __call__(self) -> Callable[..., Any]:
@@ -72,28 +73,28 @@ def module_of(mechanism: spec.Mechanism, d_model: int, out_stddev: float) -> Blo
 # The window of a layer without one, among layers that have windows: more than any position.
 NO_WINDOW = 1 << 30
 Number = jax.Array | int | None
-"""A traced array, or a Python int, which is part of the program; None: there is none."""
+"""A traced array, a Python int, which is part of the program, or None."""
 
 
 class LayerNumbers(NamedTuple):
-    """The numbers of one layer; or of all layers, arrays with a leading dimension L. Of one layer as Python ints
-    (`static_numbers`), None says that this layer has none."""
+    """The numbers of one layer; or of all layers, arrays with a leading dimension L. In the Python ints of one layer
+    (`static_numbers`), None says that this layer has no such number."""
 
-    # int32: `Context.window`; None: no layer has one
+    # int32: `Context.window`; None if no layer has one
     window: Number
-    # int32: the index of its position encoding among the encodings of its kind; None: no kind has several
+    # int32: the index of its position encoding among the encodings of its kind; None if no kind has several
     encoding: Number
-    # int32: which layer it is; None: nothing depends on it
+    # int32: the number of the layer; None if nothing depends on it
     layer: Number = None
 
 
 def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
-    """The numbers of each layer, as Python numbers; None: no window, no position encoding."""
-    found = []
-    for window, one in decoder.numbers:
-        encoding = None if one is None else decoder.position_encodings[one.kind].index(one)
-        found.append(LayerNumbers(window, encoding))
-    return tuple(found)
+    """The numbers of each layer, as Python ints, or None for a layer without a window or a position encoding."""
+    layers = []
+    for window, positions in decoder.numbers:
+        encoding = None if positions is None else decoder.position_encodings[positions.kind].index(positions)
+        layers.append(LayerNumbers(window, encoding))
+    return tuple(layers)
 
 
 def layer_numbers(decoder: Decoder, *, counted: bool = False) -> LayerNumbers:
@@ -103,25 +104,25 @@ def layer_numbers(decoder: Decoder, *, counted: bool = False) -> LayerNumbers:
     Args:
         counted: with `LayerNumbers.layer`.
     """
-    each = static_numbers(decoder)
-    windows = [NO_WINDOW if one.window is None else one.window for one in each]
-    encodings = [one.encoding or 0 for one in each]
+    layers = static_numbers(decoder)
+    windows = [NO_WINDOW if layer.window is None else layer.window for layer in layers]
+    encodings = [layer.encoding or 0 for layer in layers]
     return LayerNumbers(
-        jnp.asarray(windows, jnp.int32) if any(one.window for one in each) else None,
+        jnp.asarray(windows, jnp.int32) if any(layer.window for layer in layers) else None,
         jnp.asarray(encodings, jnp.int32) if any(encodings) else None,
-        jnp.arange(len(each)) if counted else None,
+        jnp.arange(len(layers)) if counted else None,
     )
 
 
 def encoded_positions(decoder: Decoder, positions_BT: jax.Array) -> tuple[EncodedPositions, ...]:
-    """What each kind of position encoding makes of the positions, such as the cosines and sines of rotary encoding:
+    """The positions in each kind of position encoding, such as the cosines and sines of rotary encoding:
     arrays (B or 1, T, ...). If a kind has several encodings, their arrays are stacked: (number of encodings, B or 1, T,
     ...)."""
-    found = []
-    for kind, several in decoder.position_encodings.items():
-        each = [ENCODINGS[type(kind)].positions(one, positions_BT, decoder.seq) for one in several]
-        found.append(each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each))
-    return tuple(found)
+    by_kind = []
+    for kind, encodings in decoder.position_encodings.items():
+        each = [ENCODINGS[type(kind)].positions(encoding, positions_BT, decoder.seq) for encoding in encodings]
+        by_kind.append(each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each))
+    return tuple(by_kind)
 
 
 def positions_of(
@@ -130,7 +131,7 @@ def positions_of(
     """The arrays of `encoded_positions` for one layer.
 
     Args:
-        kind: the kind of its position encoding; None: it has none.
+        kind: the kind of its position encoding, if it has one.
         encoded: the result of `encoded_positions`.
         number: `LayerNumbers.encoding` of the layer.
     """
@@ -163,9 +164,11 @@ def block(
     Matrices that multiply one input are in one call of `columns`. `row` sums the products of the tensor-parallel
     shards of all parts of a branch at once. The biases are added after it.
     """
-    modules = {one.name: module_of(one, decoder.d_model, decoder.output_stddev) for one in layer.mechanisms}
+    modules = {
+        mechanism.name: module_of(mechanism, decoder.d_model, decoder.output_stddev) for mechanism in layer.mechanisms
+    }
     means: dict[str, jax.Array] = {}
-    # before the attention all positions are computed, and after it x has only those that the block returns
+    # all positions are computed before the attention; after it, x has only the positions that the block returns
     everywhere = ctx._replace(query_index_B=None)
     for number, branch in enumerate(layer.branches):
         attends = layer.attention in branch.mechanisms
@@ -179,7 +182,7 @@ def block(
 def _branch(
     branch: spec.Branch, modules: Mapping[str, BlockModule], x_BTD: jax.Array, ctx: Context, means: Means
 ) -> jax.Array:
-    """What a branch adds to x: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
+    """The output of a branch, which is added to x: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
     mixed, matrices, added = [], [], []
     # a reading is parts that share a norm of x
     for reading in branch.readings:
@@ -192,9 +195,9 @@ def _branch(
         products = iter(ctx.columns(z_BTD, inputs, keys) if keys else columns(z_BTD, inputs) if inputs else [])
         for part in parts:
             read = [next(products) for _ in part.inputs] or [ctx.queries(z_BTD) if keys else z_BTD]
-            found = part(*read, ctx=ctx)
-            y, own = found if isinstance(found, tuple) else (found, {})
-            means |= own
+            output = part(*read, ctx=ctx)
+            y, part_means = output if isinstance(output, tuple) else (output, {})
+            means |= part_means
             if part.out is None:
                 added.append(y)
             else:

@@ -38,8 +38,8 @@ _ACTIVATIONS: dict[spec.Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class FeedForward:
-    """The feed-forward layer (`spec.Dense`) between its products: the products of `inputs` -> the input of `out`, all
-    (B, T, F)."""
+    """The core of the feed-forward layer (`spec.Dense`): the products of the projections `inputs` -> the input of the
+    projection `out`, all (B, T, F)."""
 
     def __init__(self, ff: spec.Dense, d_model: int, out_stddev: float, name: str):
         self.ff, self.name = ff, name
@@ -49,8 +49,8 @@ class FeedForward:
             self.keys: Sequence[Linear] = ()
             self.out = Linear.of(arrays, "out")
 
-    def whole(self, x_BTD: jax.Array) -> jax.Array:
-        """All of it, without the bias of the output: (B, T, D) -> (B, T, D)."""
+    def apply(self, x_BTD: jax.Array) -> jax.Array:
+        """The feed-forward output before its bias: (B, T, D) -> (B, T, D)."""
         return row([self(*columns(x_BTD, self.inputs))], [self.out.w])
 
     def __call__(self, *products: jax.Array, ctx: Context | None = None) -> jax.Array:
@@ -113,7 +113,7 @@ class Experts:
         means = {**routed.statistics(logits_BTE, routing, ctx.real_BT), "dropped": dropped / choices}
         if self.shared is None:
             return y_BTD, means
-        shared_BTD = self.shared.whole(x_BTD)
+        shared_BTD = self.shared.apply(x_BTD)
         if self.shared_gate is not None:
             shared_BTD = shared_BTD * jax.nn.sigmoid(self.shared_gate(x_BTD))
         return y_BTD + shared_BTD, means

@@ -60,8 +60,8 @@ class HaikuModel:
 
     def layer(self, params: Block, stream: Stream, own: None = None) -> tuple[jax.Array, Means]:
         """`Parts.layer`."""
-        found = self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD)
-        return found if isinstance(found, tuple) else (found, {})
+        outputs = self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD)
+        return outputs if isinstance(outputs, tuple) else (outputs, {})
 
     def loss(self, params: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, Results]:
         """`Parts.loss`, from the parameters of the whole model."""

@@ -152,7 +152,7 @@ class TokenLoss(NamedTuple):
 Objective = Callable[[TokenLoss], jax.Array]
 """The losses of tokens -> the term of each in the sum."""
 _Gradients = tuple[Params, jax.Array]
-"""Those of the head's parameters, and of x."""
+"""The gradients of the head's parameters, and of x."""
 
 
 class Normalizer(NamedTuple):
@@ -258,9 +258,9 @@ def _weighted_loss_backward(
 weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
 
 _Kept = tuple[jax.Array, jax.Array]
-"""Of all tiles: exponentials (K, B, t, C), and the logit that was subtracted in them (K, B, t)."""
+"""For all tiles: exponentials (K, B, t, C), and the logit that was subtracted in them (K, B, t)."""
 _Progress = tuple[Normalizer, jax.Array]
-"""Of the tiles so far: the normalizer, and the logits of the targets (B, t)."""
+"""For the tiles so far: the normalizer, and the logits of the targets (B, t)."""
 
 
 def _scan_losses(

@@ -62,11 +62,11 @@ from mesh_transformer.parallel.sharding import Block, Params, constrain, gather_
 from mesh_transformer.spec import CacheEntry, Layer
 
 Views = Sequence[KeyValueView | None]
-"""A view of the cache for each group of layers, whose caches have one length and equal entries; None: no cache."""
+"""A view of the cache for each group of layers whose caches have one length and equal entries; None without cache."""
 Carry = tuple[jax.Array, KeyValueView | None]
-"""What a layer passes on to the next: the residual stream, and the view with the layer's keys and values."""
+"""The carry of a layer: the residual stream, and the view with the layer's keys and values."""
 Carries = tuple[jax.Array, Views]
-"""The same with the views of all layers."""
+"""The carry with the views of all layers."""
 
 
 def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
@@ -109,15 +109,15 @@ def token_table(decoder: spec.Decoder) -> Embedding:
 
 
 class Inputs(NamedTuple):
-    """What all layers read that depends on the batch only."""
+    """The inputs of all layers that depend on the batch only."""
 
     # the result of `block.encoded_positions`
     encoded: tuple[EncodedPositions, ...]
     # int32; without a cache, B may be 1: all sequences have the same positions
     positions_BT: jax.Array
-    # int32: the document of each token; 0: it is part of none. None: all tokens are one document
+    # int32: the document of each token, or 0 outside of documents; None if all tokens are one document
     segments_BT: jax.Array | None = None
-    # uint32: two random words for each token (`Dropout.noise_BT2`); None: no number is set to 0
+    # uint32: two random words for each token (`Dropout.noise_BT2`); None without dropout
     noise_BT2: jax.Array | None = None
 
 
@@ -152,8 +152,8 @@ class Model(Parameters):
         """An empty cache for `slots` sequences of up to `length` positions.
 
         Args:
-            longest_chunk: the largest number of positions in one call of `apply`; None: `length`. The shorter it is,
-                the fewer positions the layers with a window keep.
+            longest_chunk: the largest number of positions in one call of `apply`, by default `length`. The shorter it
+                is, the fewer positions the layers with a window keep.
         """
         chunk = length if longest_chunk is None else longest_chunk
         lengths = [ring_length(length, layer.attention.window, chunk) for layer in self.decoder.layers]
@@ -228,11 +228,11 @@ class Model(Parameters):
         noise_BT2: jax.Array | None = None,
         dropout_rate: float = 0.0,
     ) -> Stream:
-        """What the first layer reads. `Stream.fixed` is an `Inputs`.
+        """The input of the first layer. `Stream.fixed` is an `Inputs`.
 
         Args:
             params: the parameters "embed", in the compute dtype.
-            keys_BS: int32: positions of the keys; None: `positions_BT`.
+            keys_BS: int32: positions of the keys, by default `positions_BT`.
             segments_BT, noise_BT2: as in `Inputs`.
             dropout_rate: the share of numbers that are set to 0, if there is `noise_BT2`.
         """
@@ -264,11 +264,11 @@ class Model(Parameters):
             params: of this layer, in the compute dtype.
             stream: the result of `embed`, with the residual stream before this layer.
             numbers: of this layer.
-            view: keys and values of earlier positions; None: the sequences attend to themselves.
+            view: keys and values of earlier positions. Without it, the sequences attend to themselves.
             index: the number of the layer in the view.
             query_index_B: int32 indices into T: the layer returns only this position of each sequence.
             dropout_rate: as in `embed`.
-            dispatch: how tokens reach routed experts; None: the default.
+            dispatch: how tokens reach routed experts, by default `Dispatch()`.
         """
         encoded, positions_BT, segments_BT, noise_BT2 = stream.fixed
         attend: context.Whole | Cached
@@ -328,8 +328,8 @@ class Model(Parameters):
 
         Args:
             view_of: the view of each layer.
-            query_index_B: the only position of each sequence that is read. This loop computes all; another one may
-                let its last layer return no other.
+            query_index_B: the position of each sequence whose result is used. This loop computes all positions; the
+                last layer of a subclass's loop may compute only these.
         """
 
         def layer(kind: Layer, carry: Carry, block: Block, row: Rows) -> tuple[Carry, Outputs]:
@@ -347,9 +347,9 @@ class Model(Parameters):
             return x_BTD, [view]
 
         def keyed(kind: Kind, carry: Carries, block: Block, place: jax.Array) -> tuple[Carries, Outputs]:
-            own, (at, numbers) = kind.layer
+            layer_kind, (at, numbers) = kind.layer
             x_BTD, views = carry
-            (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
+            (x_BTD, view), outputs = layer(layer_kind, (x_BTD, views[at]), block, (place, numbers))
             return (x_BTD, (*views[:at], view, *views[at + 1 :])), outputs
 
         keys = list(zip(view_of, static_numbers(self.decoder), strict=True))

@@ -1,4 +1,4 @@
-"""The Haiku modules that blocks, embeddings and heads are made of, and what a block reads.
+"""The Haiku modules of blocks, embeddings and heads, and the inputs of a block.
 
 The specification names the dimensions of parameters; the mesh decides elsewhere how these are split. Checkpoints
 contain the names of the parameters, so these names do not change.
@@ -26,26 +26,25 @@ from mesh_transformer.ops.linear import add_bias, column, lookup, matmul
 from mesh_transformer.ops.positions import EncodedPositions
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
-# of JAX's generators, one whose numbers are the same however an array is split
+# the generator of JAX whose numbers do not depend on how an array is split
 _GENERATOR = "threefry2x32"
 
 
 class Dropout(NamedTuple):
-    """Which numbers of a layer are set to 0 in training (Srivastava et al. 2014).
+    """Dropout (Srivastava et al. 2014) with a mask that depends on seed, step, position and place in the model only.
 
-    The zeros at a position are a function of `noise_BT2` and of their place in the model, so every mesh, pipeline and
-    resumed run has the same.
+    Every mesh, pipeline and resumed run has the same mask.
     """
 
     # the share of the numbers that are set to 0
     rate: float
     # uint32: the random numbers of each position of each sequence
     noise_BT2: jax.Array
-    # int32: the layer; -1: the embedding
+    # int32: the layer, or -1 for the embedding
     layer: jax.Array | int
 
     def __call__(self, x_BTD: jax.Array, place: int = 0) -> jax.Array:
-        """x without these numbers, the others divided by 1 - rate; `place` tells apart the places of a layer."""
+        """x with dropped numbers as 0 and kept numbers divided by 1 - rate; `place` numbers the dropouts of a layer."""
 
         def kept(noise_2: jax.Array) -> jax.Array:
             key = jax.random.wrap_key_data(noise_2, impl=_GENERATOR)
@@ -66,17 +65,17 @@ class Context(NamedTuple):
     """The inputs of a block besides the residual stream."""
 
     attend: Attend
-    # None: the attention has no position encoding
+    # None without a position encoding of attention
     positions: EncodedPositions | None
-    # int32: the number of keys that a query sees, the last of them at its own position; None: all up to its own
+    # int32: the number of keys that a query sees, the last of them at its own position; None for all up to its own
     window: jax.Array | int | None = None
-    # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None: all
+    # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None for all
     query_index_B: jax.Array | None = None
     # how tokens reach routed experts
     dispatch: Dispatch = Dispatch()
-    # None: all numbers are kept
+    # None without dropout
     dropout: Dropout | None = None
-    # bool: whether a token is part of a document; the statistics of routers leave out the others. None: all are
+    # bool: whether a token is part of a document, and counts in the statistics of routers; None if all tokens do
     real_BT: jax.Array | None = None
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
@@ -170,7 +169,7 @@ def _length(x: jax.Array, eps: float) -> jax.Array:
     return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + eps)
 
 
-# of each kind of norm: (float32 x, eps) -> x normalized
+# by kind of norm: (float32 x, eps) -> x normalized
 _NORMS: dict[str, Callable[[jax.Array, float], jax.Array]] = {"layer": _layer, "rms": _rms, "length": _length}
 
 
@@ -187,7 +186,7 @@ class Norm(hk.Module):
 
         def value_of(name: str) -> jax.Array:
             value = parameter(name, arrays[name]).astype(y.dtype)
-            # not jnp.broadcast_to: what the backward pass keeps would have y's shape
+            # with jnp.broadcast_to, the array that the backward pass keeps would have y's shape
             return jax.lax.broadcast_to_rank(value, y.ndim)
 
         y = y * (1 + value_of("scale") if self.norm.plus_one else value_of("scale"))
@@ -195,7 +194,7 @@ class Norm(hk.Module):
 
 
 Bias = Callable[[jax.Array, jax.Array], jax.Array]
-"""What is added to attention's logits: positions of queries (B, T) and of keys (B, S) -> (B, H, T, S)."""
+"""The bias of attention's logits: positions of queries (B, T) and of keys (B, S) -> (B, H, T, S)."""
 
 
 class Embedding(hk.Module):

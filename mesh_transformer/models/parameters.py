@@ -31,7 +31,7 @@ class Parameters:
     """The parameters of a model as trees.
 
     No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages_of_pipeline` is mesh.pp x
-    mesh.rounds_of_layers, the number of groups of layers that share out one run (`Decoder.shared_run`); 1 without a
+    mesh.rounds_of_layers. One run of layers is split into as many groups (`Decoder.shared_run`). It is 1 without a
     pipeline.
     """
 
@@ -73,7 +73,7 @@ class Parameters:
 
     @property
     def shapes(self) -> Params:
-        """What `init` returns, as `jax.ShapeDtypeStruct`."""
+        """The result of `init`, as `jax.ShapeDtypeStruct`."""
         arrays = self.decoder.arrays()
         return _by_stage({path: jax.ShapeDtypeStruct(array.shape, jnp.float32) for path, array in arrays.items()})
 
@@ -96,7 +96,7 @@ class Parameters:
     @property
     def rows_by_layer(self) -> list[dict[str, tuple[str, int]]]:
         """For each layer, by module: the name of its stack in "blocks", and the row of the layer."""
-        found: list[dict[str, tuple[str, int]]] = []
+        layers: list[dict[str, tuple[str, int]]] = []
         for number, run in enumerate(self.runs):
             used: dict[str, int] = {}
             for kind in run.kinds:
@@ -104,8 +104,8 @@ class Parameters:
                 for module in kind.modules or ():
                     layer[module] = in_run(module, number, len(self.runs)), used.get(module, 0)
                     used[module] = used.get(module, 0) + 1
-                found.append(layer)
-        return found
+                layers.append(layer)
+        return layers
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
@@ -121,8 +121,8 @@ class Parameters:
         return jax.tree_util.tree_map_with_path(dtype_of, params)
 
     def without_padding(self, params: Params) -> Params:
-        """The parameters with zeros in the vocabulary's padding rows, so that a norm does not count these rows; nor the
-        biases of routers, which no gradient trains."""
+        """The parameters that the parameter norm counts: untrained numbers (the vocabulary's padding, the biases of
+        routers) are zero."""
 
         def zero_padding(x: jax.Array, axes: Axes) -> jax.Array:
             return mask_padding(self.decoder, x, axes.index("vocab"), 0) if "vocab" in axes else x
@@ -178,9 +178,9 @@ def _by_module(values: Mapping[str, object]) -> Params:
     return tree
 
 
-def _in_order(some: list[tuple[list[int], Params]]) -> Params:
+def _in_order(by_kind: list[tuple[list[int], Params]]) -> Params:
     """The arrays of a module that several kinds have, stacked by layer. For each kind: the layers, and the arrays."""
-    if len(some) == 1:
-        return some[0][1]
-    order = np.argsort([layer for layers, _ in some for layer in layers])
-    return jax.tree.map(lambda *stacks: jnp.concatenate(stacks)[order], *(leaves for _, leaves in some))
+    if len(by_kind) == 1:
+        return by_kind[0][1]
+    order = np.argsort([layer for layers, _ in by_kind for layer in layers])
+    return jax.tree.map(lambda *stacks: jnp.concatenate(stacks)[order], *(leaves for _, leaves in by_kind))

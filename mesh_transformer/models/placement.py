@@ -103,7 +103,7 @@ class Placement:
     def abstract(self, dtype: jnp.dtype) -> Params:
         """The parameters as `jax.ShapeDtypeStruct` for arithmetic in this dtype with their shardings."""
         shapes = self.model.shapes
-        typed = jax.tree.map(lambda x, own: x.update(dtype=own), shapes, self.model.dtypes(shapes, dtype))
+        typed = jax.tree.map(lambda x, leaf_dtype: x.update(dtype=leaf_dtype), shapes, self.model.dtypes(shapes, dtype))
         return self.partition.abstract(typed, self.model.axes)
 
     def cast(self, params: Params) -> Params:

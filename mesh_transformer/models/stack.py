@@ -1,4 +1,4 @@
-"""The loop over layers, for training, scoring, prefill and decode, and what goes through it.
+"""The loop over layers, for training, scoring, prefill and decode, and the types of its inputs and outputs.
 
 Layers come in runs (`spec.runs`): a period of kinds that repeats. The parameters of a module are stacked by run, over
 the layers of the run that have the module. One scan computes the repeats of a run. Inside it, layers of one kind that
@@ -24,27 +24,28 @@ Means = dict[str, jax.Array]
 """Named means over the tokens of a layer, float32. The means of several layers have a leading dimension: the layers
 that have the mean."""
 Batch = Any
-"""A microbatch: an array or a tree of arrays, whose first dimension is B. Those of a step have another, A, before."""
+"""A microbatch: an array or a tree of arrays, whose first dimension is B. The arrays of a step have a dimension A
+before it."""
 Results = Any
-"""What a loss yields for the metrics: arrays (B, T, ...), or None."""
+"""The outputs of a loss for the metrics: arrays (B, T, ...), or None."""
 Shared = Any
-"""A tree of arrays that all layers read; None: none."""
+"""A tree of arrays that all layers read, or None."""
 
 
 class Stream(NamedTuple):
-    """What a layer reads, besides its own parameters."""
+    """The input of a layer, beside its parameters."""
 
     x_BTD: jax.Array
     """The output of the layer before."""
     learned: Shared = None
-    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none."""
+    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; or None."""
     fixed: Shared = None
-    """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
+    """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; or None."""
 
 
 Rows = Any
-"""Arrays with a row for each layer, or the row of one layer. They have no gradient. None: none."""
-# what one layer passes on to the next
+"""Arrays with a row for each layer, the row of one layer, or None. They have no gradient."""
+# the carry of the loop over layers
 Carry = TypeVar("Carry")
 
 
@@ -52,16 +53,17 @@ class Kind(NamedTuple):
     """Layers that have the same modules and that one function computes."""
 
     layer: Any
-    """What tells how to compute one of these layers. In `Parameters.runs`: its specification. In `Parts.runs`: a
-    function as `Parts.layer`, or None for `Parts.layer` itself. In `by_row`: a pair of one of these and a key."""
+    """The computation of one of these layers. In `Parameters.runs`: its specification. In `Parts.runs`: a function with
+    the signature of `Parts.layer`, or None for `Parts.layer`. In `by_row`: a pair of one of these and a key."""
     modules: tuple[str, ...] | None = None
-    """The modules of "blocks" that they have; None: all. In order: the processes of a mesh must trace one program, and
-    the order of a set of strings differs between them."""
+    """The modules of "blocks" that they have, or None for all modules. They are in order: the processes of a mesh must
+    trace one program, and the order of a set of strings differs between processes."""
 
 
 Runs = Sequence[Run[Kind]]
 Outputs = tuple[Any, Means]
-"""What a layer returns beside the carry: arrays that every layer has (or None), and named means that it may have."""
+"""(arrays or None, named means): the outputs of layers beside the carry. All layers have the same arrays; only some
+kinds of layers have means."""
 LayerFunction = Callable[[Kind, Carry, Block, Rows], tuple[Carry, Outputs]]
 """Computes a layer: (its kind, carry, its parameters, its row of each array by layer) -> carry, outputs."""
 
@@ -70,11 +72,11 @@ def by_run(blocks: Block, runs: Runs) -> list[Block]:
     """The parameters of each run, by the modules' own names."""
     if len(runs) == 1:
         return [blocks]
-    found: list[Block] = []
+    parts: list[Block] = []
     for number in range(len(runs)):
         prefix = in_run("", number, len(runs))
-        found.append({name.removeprefix(prefix): leaves for name, leaves in blocks.items() if name.startswith(prefix)})
-    return found
+        parts.append({name.removeprefix(prefix): leaves for name, leaves in blocks.items() if name.startswith(prefix)})
+    return parts
 
 
 def joined_runs(parts: Sequence[Block]) -> Block:
@@ -101,8 +103,8 @@ def over_layers(
         unroll: as in `jax.lax.scan`.
     """
     outputs = []
-    for run, params, some in zip(runs, by_run(blocks, runs), rows_by_run(rows, runs), strict=True):
-        carry, out = over_run(run, layer, carry, params, some, unroll=unroll)
+    for run, params, run_rows in zip(runs, by_run(blocks, runs), rows_by_run(rows, runs), strict=True):
+        carry, out = over_run(run, layer, carry, params, run_rows, unroll=unroll)
         outputs.append(out)
     return carry, join(outputs)
 
@@ -143,11 +145,11 @@ def _period(
     """The layers of one period."""
     (blocks, rows), used, start, parts = period, dict.fromkeys(period[0], 0), 0, []
     for kind, count in together:
-        some = {}
+        block = {}
         for name in kind.modules or blocks:
-            some[name] = jax.tree.map(lambda x, a=used[name], n=count: x[a : a + n], blocks[name])
+            block[name] = jax.tree.map(lambda x, a=used[name], n=count: x[a : a + n], blocks[name])
             used[name] += count
-        parts.append((kind, count, (some, jax.tree.map(lambda x, a=start, n=count: x[a : a + n], rows))))
+        parts.append((kind, count, (block, jax.tree.map(lambda x, a=start, n=count: x[a : a + n], rows))))
         start += count
     outputs = []
     for kind, count, several in reversed(parts) if reverse else parts:
@@ -195,8 +197,8 @@ def by_row(
         for part in runs_of([same.setdefault(kind, kind) for kind in keyed]):
             counts = {name: sum(name in (kind.modules or stacks) for kind in part.kinds) for name in stacks}
             numbers = {name: jnp.arange(used[name], used[name] + n) for name, n in counts.items() if n}
-            own = jax.tree.map(lambda x, a=start, n=part.layers: x[a : a + n], rows)
-            carry, _ = over_run(part, at_row, carry, numbers, own, unroll=unroll)
+            part_rows = jax.tree.map(lambda x, a=start, n=part.layers: x[a : a + n], rows)
+            carry, _ = over_run(part, at_row, carry, numbers, part_rows, unroll=unroll)
             used = {name: used[name] + n for name, n in counts.items()}
             start += part.layers
     return carry

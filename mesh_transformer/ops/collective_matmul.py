@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 Arrays = Sequence[jax.Array]
-"""Matrices, or what they are multiplied by."""
+"""Matrices, or their inputs."""
 # dimensions on a device: (B, C, T, F)
 POSITIONS = 2
 
@@ -40,7 +40,7 @@ class Group:
     axis: str
     # `ops.linear.weight_gradient`, which this file does not import: that file imports this one
     gradient: Callable[[jax.Array, jax.Array], jax.Array]
-    # the mesh axes that split the sequences, and those that split the positions of all activations
+    # the mesh axes that split the sequences, and the mesh axes that split the positions of all activations
     batch: tuple[str, ...] = ()
     seq: tuple[str, ...] = ()
 
@@ -55,7 +55,7 @@ class Group:
 
     @property
     def devices(self) -> int:
-        """Their number."""
+        """The number of devices."""
         return self.partition.mesh.shape[self.axis]
 
     def gather_matmul(self, x_BTD: jax.Array, ws_DF: Arrays) -> Arrays:
@@ -95,9 +95,9 @@ class Group:
         return (self.axis, *self.batch, *self.seq)
 
     def weight_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """On a device, `ops.linear.weight_gradient` of all tokens: the sum over the devices with other tokens.
+        """On a device, `ops.linear.weight_gradient` of all tokens: the local gradient, summed over `batch` and `seq`.
 
-        The sum is over no axis of a `shard_map` around this code, whose owner sums later (`schedule.summed_once`).
+        An enclosing `shard_map` sums over its own axes later (`schedule.summed_once`).
         """
         gradient, others = self.gradient(x, dy), self._axes[1:]
         return _on_cpu_in_float32(functools.partial(jax.lax.psum, axis_name=others), gradient) if others else gradient
@@ -135,7 +135,7 @@ class Group:
         return sum(arrived, start=partial(me))
 
     def room(self, x: jax.Array, width: int) -> jax.Array:
-        """An array for all positions, if a device has (B, C, t, F). It has no values: zeros would cost time."""
+        """An uninitialized array for all positions, if a device has (B, C, t, F). Zeros would cost time."""
         b, c, t, _ = x.shape
         empty = jax.lax.empty((b, c, self.devices * t, width), x.dtype)
         return jax.lax.pcast(empty, self._axes, to="varying")
@@ -145,15 +145,15 @@ def gather_products(group: Group, x: jax.Array, ws: Arrays) -> tuple[list[jax.Ar
     """On a device, x (B, C, t, D): the products of all positions (B, C, T, D) with each w (D, f), and these
     positions."""
     if not group.partition.overlap_tp:
-        whole = jax.lax.all_gather(x, group.axis, axis=POSITIONS, tiled=True)
-        return [_product(whole, w) for w in ws], whole
-    *ys, whole = (group.room(x, width) for width in (*(w.shape[1] for w in ws), x.shape[-1]))
+        gathered = jax.lax.all_gather(x, group.axis, axis=POSITIONS, tiled=True)
+        return [_product(gathered, w) for w in ws], gathered
+    *ys, gathered = (group.room(x, width) for width in (*(w.shape[1] for w in ws), x.shape[-1]))
     for number, chunk in group.chunks(x):
         start = number * chunk.shape[POSITIONS]
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=POSITIONS)
         ys = [put(y, _product(chunk, w)) for y, w in zip(ys, ws, strict=True)]
-        whole = put(whole, chunk)
-    return ys, whole
+        gathered = put(gathered, chunk)
+    return ys, gathered
 
 
 def scatter_products(group: Group, xs: Arrays, ws: Arrays) -> jax.Array:
@@ -214,9 +214,9 @@ def _gather_matmul_backward(group: Group, saved: tuple[jax.Array, Arrays], dys_B
     x_BTD, ws_DF = saved
 
     def gradients(group: Group, x: jax.Array, ws: Arrays, dys: Arrays) -> tuple[jax.Array, Arrays]:
-        _, whole = gather_products(group, x, [])
+        _, gathered = gather_products(group, x, [])
         dx = scatter_products(group, dys, [w.T for w in ws])
-        return dx, [group.weight_gradient(whole, dy) for dy in dys]
+        return dx, [group.weight_gradient(gathered, dy) for dy in dys]
 
     split = P(None, group.axis)
     run = group.map(gradients, (group.positions, split, group.columns), (group.positions, split))
@@ -242,8 +242,8 @@ def _matmul_scatter_backward(group: Group, saved: tuple[Arrays, Arrays], dy_BTD:
     xs_BTF, ws_FD = saved
 
     def gradients(group: Group, xs: Arrays, ws: Arrays, dy: jax.Array) -> tuple[Arrays, Arrays]:
-        dxs, whole = gather_products(group, dy, [w.T for w in ws])
-        return dxs, [group.weight_gradient(x, whole) for x in xs]
+        dxs, gathered = gather_products(group, dy, [w.T for w in ws])
+        return dxs, [group.weight_gradient(x, gathered) for x in xs]
 
     split = P(group.axis)
     run = group.map(gradients, (group.columns, split, group.positions), (group.columns, split))

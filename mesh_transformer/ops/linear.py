@@ -4,7 +4,7 @@ Devices split matrices by columns (`column`), then by rows (`row`), as in Megatr
 arXiv:1909.08053). The partition decides how they communicate:
 
 - The residual stream is whole on each device, or there is no partition: the products are plain. The partitioner sums
-  those of `row` over the devices.
+  the products of `row` over the devices.
 - The devices that split the matrices also split the positions of the residual stream (Korthikanti et al. 2022,
   arXiv:2205.05198): `column` gathers its input, and `row` sums and scatters its result, each in one collective.
 - The same with `Partition.overlap_tp`: both go around a ring, in parts, while other parts are multiplied.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class StoredMatrix(abc.ABC):
-    """A matrix (D, F) in a form of its own, a pytree. It is not differentiable."""
+    """A matrix (D, F) in a special storage format, a pytree. It is not differentiable."""
 
     @property
     @abc.abstractmethod
@@ -228,9 +228,9 @@ def _sum_on_device(
     """
     first = jax.lax.axis_index(of_rows) * rows if of_rows else 0
     # a row of another device is out of range, and is dropped
-    own = jnp.where((indices >= first) & (indices < first + rows), indices - first, rows)
+    local_indices = jnp.where((indices >= first) & (indices < first + rows), indices - first, rows)
     zeros = jax.lax.pcast(jnp.zeros((rows, dy.shape[-1]), jnp.float32), (*divided, *of_rows), to="varying")
-    return jax.lax.psum(zeros.at[own].add(dy.astype(jnp.float32), mode="drop"), divided)
+    return jax.lax.psum(zeros.at[local_indices].add(dy.astype(jnp.float32), mode="drop"), divided)
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -260,7 +260,7 @@ def row(xs_BTF: Sequence[jax.Array], ws_FD: Sequence[Matrix]) -> jax.Array:
 
 
 def _group() -> Group | None:
-    """The devices that split the positions of the residual stream, and the matrices; None: it is whole on each."""
+    """The devices that split the matrices and the positions of the residual stream; None if no devices do."""
     partition = active()
     if partition is None or partition.residual_axis is None:
         return None

@@ -111,7 +111,7 @@ def rotate_by_product(style: str, x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR
     turned = jnp.einsum(product, x_BTHK, turns, precision=exact).astype(jnp.float32)
 
     def of_dims(of_pairs: jax.Array, others: float) -> jax.Array:
-        """Numbers of the pairs, for both dims of each, and another number for the dims that are not rotated."""
+        """Numbers of the pairs, repeated for both dims of a pair; `others` for the dims that are not rotated."""
         both = _STYLES[style].join([of_pairs, of_pairs], axis=-1).reshape(*of_pairs.shape[:-1], 2 * pairs)
         left = [(0, 0)] * (both.ndim - 1) + [(0, width - 2 * pairs)]
         return _of_heads(jnp.pad(both, left, constant_values=others), x_BTHK)
@@ -133,7 +133,7 @@ rotate_by_product.defvjp(_rotate_by_product_forward, _rotate_by_product_backward
 
 
 def _of_heads(of_positions: jax.Array, x_BTHK: jax.Array) -> jax.Array:
-    """Numbers of positions, for arithmetic with heads, unless each head has its own."""
+    """Numbers of positions, broadcast over the heads unless each head has its own."""
     return of_positions if of_positions.ndim == x_BTHK.ndim else of_positions[:, :, None, :]
 
 
@@ -240,16 +240,16 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 EncodedPositions = Rotation | Digits
-"""What an encoding computes of each position, once for all layers: arrays (B, T, ...). B may be 1."""
+"""The arrays of an encoding, (B, T, ...), computed once for all layers. B may be 1."""
 
 
 class Encoding(NamedTuple):
     """The computation of a position encoding.
 
     Args:
-        positions: the encoding, int32 positions (B, T), and a number that is larger than all -> their arrays.
-        apply: the encoding, queries (B, T, H, K), keys (B, T, J, K), the arrays of the positions of both, and the scale
-            of their products -> queries and keys, perhaps with `added_dims` more dims.
+        positions: (encoding, int32 positions (B, T), a number above all positions) -> their arrays.
+        apply: (encoding, queries (B, T, H, K), keys (B, T, J, K), arrays of the query positions, arrays of the key
+            positions, scale of the products) -> queries and keys, with `added_dims` more dims.
     """
 
     positions: Callable[..., EncodedPositions]

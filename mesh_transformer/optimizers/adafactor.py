@@ -47,17 +47,17 @@ class Config(OptimizerConfig):
 
     def _axes(self, slot: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
         layers = _stacks(axes)
-        own = axes[len(layers) :]
+        names = axes[len(layers) :]
         sizes = shape[len(layers) :]
         # as in optax, the row average is over the largest dimension and the column average over the second largest
-        order = sorted(range(len(own)), key=lambda dimension: sizes[dimension])
+        order = sorted(range(len(names)), key=lambda dimension: sizes[dimension])
         factored = len(order) > 1 and sizes[order[-2]] >= self.min_dim_size_to_factor
         if factored != (slot != "v"):
             return (*layers, None)
         if not factored:
             return axes
         dropped = order[-1] if slot == "v_row" else order[-2]
-        return (*layers, *own[:dropped], *own[dropped + 1 :])
+        return (*layers, *names[:dropped], *names[dropped + 1 :])
 
     def direction(self, axes: AxesTree) -> optax.GradientTransformation:
         """The gradient divided by the root of the second moment, then clipped. Each layer of a stack is a matrix of its
@@ -73,14 +73,14 @@ class Config(OptimizerConfig):
 
         def by_layer(function: Callable[..., Arrays], results: int, *trees: optax.Params) -> tuple[optax.Params, ...]:
             # each array over its own layers: stacks of several kinds of layers differ in length
-            def whole(array: Array, names: Axes, *others: Array) -> Arrays:
+            def over_layers(array: Array, names: Axes, *others: Array) -> Arrays:
                 mapped = function
                 for _ in _stacks(names):
                     mapped = jax.vmap(mapped)
                 return mapped(array, *others)
 
-            found = jax.tree.map(whole, trees[0], axes, *trees[1:])
-            return jax.tree.transpose(jax.tree.structure(trees[0]), jax.tree.structure((0,) * results), found)
+            outputs = jax.tree.map(over_layers, trees[0], axes, *trees[1:])
+            return jax.tree.transpose(jax.tree.structure(trees[0]), jax.tree.structure((0,) * results), outputs)
 
         def init(params: optax.Params) -> FactoredState:
             slots = by_layer(lambda param: tuple(rms.init(param)[1:]), 3, params)

@@ -93,13 +93,13 @@ class OptimizerConfig(Group):
 
     @model_serializer(mode="wrap")
     def _without_unread(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """What the schedule does not read cannot be given again."""
+        """Leave out the fields that the schedule does not read: a config that gives them is refused."""
         unread = FIELDS - SCHEDULES[self.schedule].reads
         return {name: value for name, value in serialize(self).items() if name not in unread}
 
     @property
     def rates(self) -> Rates:
-        """What the schedule reads."""
+        """The fields that the schedule reads."""
         decay_steps = self.total_steps / 10 if self.decay_steps is None else self.decay_steps
         rates = self.lr, self.end_lr, self.warmup_steps, self.anneal_steps, self.total_steps, decay_steps
         return Rates(*rates, self.decay)

@@ -32,7 +32,7 @@ class Schedule(NamedTuple):
     below: Callable[[Rates, jax.Array], jax.Array | float]
     """(fields, float32 step) -> by how much the learning rate is below lr, float32."""
     reads: frozenset[str] = frozenset()
-    """Those of `FIELDS` that it reads."""
+    """The names of `FIELDS` that it reads."""
 
 
 FIELDS = frozenset({"end_lr", "anneal_steps", "decay_steps", "decay"})

@@ -12,11 +12,11 @@ from mesh_transformer.config import MeshShape
 from mesh_transformer.parallel.sharding import Partition
 
 Spans = tuple[range, ...]
-"""Indices, ascending, as ranges of consecutive ones."""
+"""Ascending ranges of consecutive indices."""
 
 
 class Holding(NamedTuple):
-    """What one device holds."""
+    """The place of one device in the mesh, and its part of each dimension."""
 
     device: jax.Device
     # its index on each mesh axis
@@ -54,16 +54,16 @@ def bytes_per_device(tree: object) -> int:
 
 
 def spans(indices: Iterable[int]) -> Spans:
-    """Indices as ascending ranges of consecutive ones."""
+    """Indices as ascending ranges of consecutive indices."""
     return merged(range(index, index + 1) for index in indices)
 
 
 def merged(ranges: Iterable[range]) -> Spans:
     """The indices of all ranges, as ascending ranges with gaps between them."""
-    found: list[range] = []
-    for one in sorted(ranges, key=lambda one: one.start):
-        if found and one.start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+    disjoint: list[range] = []
+    for interval in sorted(ranges, key=lambda span: span.start):
+        if disjoint and interval.start <= disjoint[-1].stop:
+            disjoint[-1] = range(disjoint[-1].start, max(disjoint[-1].stop, interval.stop))
         else:
-            found.append(one)
-    return tuple(found)
+            disjoint.append(interval)
+    return tuple(disjoint)

@@ -26,8 +26,9 @@ def make_hybrid_mesh(mesh: MeshConfig, shape: MeshShape, slices: Sequence[Sequen
     """
     if len(slices) == 1:
         return make_mesh(shape, slices[0])
-    if len({len(devices) for devices in slices}) > 1:
-        raise UserError(f"a mesh needs slices of the same size; devices by slice: {[len(one) for one in slices]}")
+    sizes = [len(devices) for devices in slices]
+    if len(set(sizes)) > 1:
+        raise UserError(f"a mesh needs slices of the same size; devices by slice: {sizes}")
     part = part_of_a_slice(mesh, shape, len(slices))
     grids = [make_mesh(part, devices).devices for devices in slices]
     grid = np.concatenate(grids, axis=list(AXES).index(mesh.dcn or ""))

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: what a stage computes in each tick, and what the stages send to each other.
+"""Pipeline parallelism: the work of a stage in each tick, and the communication between stages.
 
 The devices of the mesh axis that splits the layers are stages. A stage has one group of consecutive layers (1F1B,
 Narayanan et al. 2019, arXiv:1806.03377), or `rounds` of them, so that a microbatch goes around the stages several times
@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.parallel.sharding import Function, Partition, Specs, Tree
 
 Index = jax.Array | int
-"""A number that the program computes, or one that is known before."""
+"""A traced number, or a Python int."""
 
 
 class Item(NamedTuple):
-    """What a stage computes in a tick: int32 scalars, and whether there is anything to compute."""
+    """The work of a stage in a tick: int32 scalars; `valid` is false for an idle stage."""
 
     microbatch: jax.Array
     round: jax.Array
@@ -46,16 +46,16 @@ class Ticks(NamedTuple):
     microbatches: int
 
     def forward(self, tick: Index, stage: Index) -> Item:
-        """What a stage computes forward in a tick."""
+        """The forward work of a stage in a tick."""
         return self._item(tick - stage, backward=False)
 
     def backward(self, tick: Index, stage: Index) -> Item:
-        """What a stage computes backward in a tick."""
+        """The backward work of a stage in a tick."""
         return self._item(tick - self.warmup - (self.stages - 1 - stage), backward=True)
 
     @property
     def warmup(self) -> int:
-        """The first ticks, which compute nothing backward; as many ticks at the end compute nothing forward."""
+        """The number of first ticks without a backward pass. As many ticks at the end have no forward pass."""
         return self.stages * self.rounds - 1
 
     @property
@@ -76,7 +76,7 @@ class Ticks(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The microbatches of a round whose inputs a stage keeps. 2 p: no more are between their two passes."""
+        """The microbatches of a round whose inputs a stage keeps: at most 2 p are between their two passes."""
         return min(2 * self.stages, self.microbatches)
 
     @property
@@ -115,7 +115,7 @@ class Stages:
 
     @property
     def folded(self) -> P:
-        """The split of what `fold` returns."""
+        """The split of the result of `fold`."""
         return P(None, self.axis)
 
     @property

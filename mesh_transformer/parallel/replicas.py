@@ -1,4 +1,4 @@
-"""Replicas: the devices of the mesh axes that split the batch and nothing else. Each replica has all weights."""
+"""Replicas: the devices along the mesh axes that split only the batch. Each replica has all weights."""
 
 from __future__ import annotations
 

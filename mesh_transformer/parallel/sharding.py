@@ -1,7 +1,7 @@
 """Named dimensions, and the rules that map the names to mesh axes.
 
 A model names the dimensions of its parameters (in its specification; `with_axes` in a model of one's own) and
-activations (`constrain`), and knows nothing else about devices. A parallel strategy is a table from names to mesh axes.
+activations (`constrain`). A parallel strategy is a table from these names to mesh axes. A model's code has no devices.
 Without an active `Partition`, `constrain` and `gather_weights` are the identity, so that the same model runs on one CPU
 and on a pod.
 
@@ -152,14 +152,14 @@ class Partition:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch and nothing else: their devices have equal weights."""
+        """The axes that split only the batch: their devices have equal weights."""
         others = {axis for name, axes in self.rules.items() if name != "batch" for axis in axes or ()}
         return tuple(axis for axis in self.rules["batch"] or () if axis not in others)
 
     @property
     def residual_axis(self) -> str | None:
-        """The axis of several devices, tp with mesh.shard_activations, that splits the positions of the residual stream
-        only; None: no axis does."""
+        """The axis of several devices that splits positions of the residual stream only: tp with
+        mesh.shard_activations. None without such an axis."""
         others = self.rules["seq"] or ()
         axes = (axis for axis in self.rules["block_seq"] or () if axis not in others and self.mesh.shape[axis] > 1)
         return next(axes, None)
@@ -210,8 +210,8 @@ class Partition:
         return self.with_rules(embed=moment_rules(MeshConfig(zero1=True))["embed"])
 
     def sequence_order(self, length: int) -> np.ndarray | None:
-        """The positions of a sequence in the order in which the devices that split it hold them, (length,) int32; None:
-        ascending.
+        """The positions of a sequence in the order in which the devices that split it hold them, (length,) int32; None
+        for ascending order.
 
         With zigzag, device i of n holds the chunks i and 2 n - 1 - i of 2 n. Causal attention to them is the same work
         for each device.
@@ -277,13 +277,13 @@ def gather_weights(params: Tree, axes_tree: AxesTree) -> Tree:
     if partition is None or not partition.splits_weights:
         return params
     # "embed", the residual width, is the only dimension of a weight that fsdp splits
-    whole, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
+    gathered, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
 
     def forward(params: Tree) -> Tree:
-        return jax.lax.with_sharding_constraint(params, whole)
+        return jax.lax.with_sharding_constraint(params, gathered)
 
     def backward(_: None, gradients: Tree) -> tuple[Tree]:
-        summed = jax.lax.with_sharding_constraint(gradients, whole)
+        summed = jax.lax.with_sharding_constraint(gradients, gathered)
         return (jax.lax.with_sharding_constraint(summed, split),)
 
     gather = jax.custom_vjp(forward)

@@ -12,7 +12,7 @@ class Alibi:
     The position is two more dims of each key, of one digit each, and the slope two more dims of each query.
     """
 
-    # dims that a head of queries and keys has besides its own
+    # dims that the encoding adds to each head of queries and keys
     added_dims: ClassVar[int] = 2
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Axes = tuple[str | None, ...]
-"""The names of the dimensions of an array; None: a dimension that nothing splits."""
+"""The names of the dimensions of an array; None for a dimension that is never split."""
 AxesTree = Axes | Mapping[str, "AxesTree"]
 """The dimension names of all arrays of a tree."""
 Role = Literal["input", "inner", "output", "other"]

@@ -15,7 +15,7 @@ from mesh_transformer.spec.runs import Run, in_run, runs_of, shared_run, starts
 
 # buckets of distances in T5's relative bias
 T5_BUCKETS = 32
-# of fresh tables of positions and of distances
+# the standard deviation of fresh tables of positions and of distances
 TABLE_STDDEV = 0.02
 
 
@@ -37,9 +37,9 @@ class Decoder:
     # a norm of the embedding
     embed_norm: Norm | None = None
     learned_positions: bool = False
-    # the first rows of their table, which no position has
+    # the number of first rows of the position table that no position uses
     unused_positions: int = 0
-    # T5's, by head and bucket of distance, shared by all layers
+    # T5's bias by head and bucket of distance, shared by all layers
     relative_bias: bool = False
     # the head uses the token embeddings as its weights
     tied: bool = False
@@ -67,11 +67,11 @@ class Decoder:
         return runs_of([same.setdefault(kind, kind) for kind in (kinds[id(layer)] for layer in self.layers)])
 
     def shared_run(self, stages: int = 1) -> int | None:
-        """The number of the run whose repeats `stages` groups share out: see `spec.shared_run`."""
+        """The number of the run whose repeats are split into `stages` groups: see `spec.shared_run`."""
         return shared_run(self.runs, stages)
 
     def loop_trips(self, stages: int = 1) -> int:
-        """The trips of the loop over the repeats of the shared run; with stages, over the repeats of one group."""
+        """Iterations of the scan over the shared run, per stage."""
         run = self.shared_run(stages)
         return 0 if run is None else self.runs[run].repeats // stages
 
@@ -88,17 +88,22 @@ class Decoder:
     @property
     def kv_heads(self) -> int:
         """The largest number that divides the heads of keys and values of every layer."""
-        return math.gcd(*(one.keys_and_values[0].heads for one in self.attentions))
+        return math.gcd(*(attention.keys_and_values[0].heads for attention in self.attentions))
 
     @functools.cached_property
     def experts(self) -> Experts | None:
-        """The experts of the layers that have them."""
-        return next((one for one in self.mechanisms() if isinstance(one, Experts)), None)
+        """The routed experts of the layers; None in a dense model."""
+        return next((mechanism for mechanism in self.mechanisms() if isinstance(mechanism, Experts)), None)
 
     @functools.cached_property
     def expert_layers(self) -> int:
         """The number of layers with experts."""
-        return sum(count for kind, count in self.kinds.items() for one in kind.mechanisms if isinstance(one, Experts))
+        return sum(
+            count
+            for kind, count in self.kinds.items()
+            for mechanism in kind.mechanisms
+            if isinstance(mechanism, Experts)
+        )
 
     @functools.cached_property
     def numbers(self) -> tuple[Numbers, ...]:
@@ -107,7 +112,7 @@ class Decoder:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of the layers; None among them: no window."""
+        """The distinct windows of the layers; None for layers without a window."""
         return tuple(dict.fromkeys(numbers.window for numbers in self.numbers))
 
     @functools.cached_property
@@ -142,7 +147,7 @@ class Decoder:
         """All parameters by their path. The arrays of the layers are stacked by run and module.
 
         Args:
-            stages: groups of layers that share out a run (`shared_run`).
+            stages: the number of groups into which a run is split (`shared_run`).
         """
         shared = self.shared_run(stages)
         blocks: Arrays = {}

@@ -12,7 +12,7 @@ from mesh_transformer.spec.decoder import Decoder
 def flops_per_token(decoder: Decoder, seq: int) -> int:
     """Operations that one token of a training sequence of `seq` tokens needs, forward and backward."""
     attentions = [layer.attention for layer in decoder.layers]
-    attended = sum(min(one.window or seq, seq) * one.products_per_key for one in attentions)
+    attended = sum(min(attention.window or seq, seq) * attention.products_per_key for attention in attentions)
     return 6 * matrix_elements(decoder) + 6 * attended
 
 

@@ -12,7 +12,7 @@ from mesh_transformer.spec.norm import Norm
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A mechanism in a branch, and the norm of its input; None: it reads the output of the branch's `pre`."""
+    """A mechanism in a branch, and the norm of its input. Without a norm it reads the output of the branch's `pre`."""
 
     mechanism: Mechanism
     norm: Norm | None = None
@@ -62,7 +62,7 @@ class Branch:
     @property
     def norms(self) -> dict[str, Norm]:
         """The norms by the names of their modules."""
-        before = {one.name: one.norm for one in self.readings if one.norm is not None}
+        before = {reading.name: reading.norm for reading in self.readings if reading.norm is not None}
         return before if self.post is None else {**before, self.post_name: self.post}
 
 
@@ -75,22 +75,22 @@ class Layer:
     def __post_init__(self) -> None:
         names = [mechanism.name for mechanism in self.mechanisms]
         assert len(names) == len(set(names)), f"two mechanisms of a layer have one name: {names}"
-        attend = [one for one in self.mechanisms if isinstance(one, Attends)]
+        attend = [mechanism for mechanism in self.mechanisms if isinstance(mechanism, Attends)]
         assert len(attend) == 1, f"one mechanism of a layer must attend, and {len(attend)} do: {names}"
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """The mechanisms of all branches."""
-        return tuple(one for branch in self.branches for one in branch.mechanisms)
+        return tuple(mechanism for branch in self.branches for mechanism in branch.mechanisms)
 
     @functools.cached_property
     def attention(self) -> Attends:
         """The mechanism that attends."""
-        return next(one for one in self.mechanisms if isinstance(one, Attends))
+        return next(mechanism for mechanism in self.mechanisms if isinstance(mechanism, Attends))
 
     @property
     def numbers(self) -> Numbers:
-        """The numbers in which it may differ from other layers of its kind."""
+        """The numbers that may differ between layers of one kind."""
         return self.attention.numbers
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Layer:
 
 def sequential(norm: Norm, *mechanisms: Mechanism) -> Layer:
     """x += mechanism(norm(x)), for each mechanism in turn."""
-    return Layer(branches=tuple(Branch(pre=norm, parts=(Part(mechanism=one),)) for one in mechanisms))
+    return Layer(branches=tuple(Branch(pre=norm, parts=(Part(mechanism=mechanism),)) for mechanism in mechanisms))
 
 
 def sandwich(norm: Norm, *mechanisms: Mechanism) -> Layer:
@@ -132,14 +132,15 @@ def sandwich(norm: Norm, *mechanisms: Mechanism) -> Layer:
 
 def post(norm: Norm, *mechanisms: Mechanism) -> Layer:
     """x += norm(mechanism(x)), for each mechanism in turn."""
-    return Layer(branches=tuple(Branch(post=norm, parts=(Part(mechanism=one),)) for one in mechanisms))
+    return Layer(branches=tuple(Branch(post=norm, parts=(Part(mechanism=mechanism),)) for mechanism in mechanisms))
 
 
 def parallel(norm: Norm, *mechanisms: Mechanism) -> Layer:
     """x += the sum of mechanism(norm(x)), with one norm for all mechanisms."""
-    return Layer(branches=(Branch(pre=norm, parts=tuple(Part(mechanism=one) for one in mechanisms)),))
+    return Layer(branches=(Branch(pre=norm, parts=tuple(Part(mechanism=mechanism) for mechanism in mechanisms)),))
 
 
 def parallel_norms(norm: Norm, *mechanisms: Mechanism) -> Layer:
     """x += the sum of mechanism(norm(x)), with a norm for each mechanism."""
-    return Layer(branches=(Branch(parts=tuple(Part(mechanism=one, norm=norm) for one in mechanisms)),))
+    parts = tuple(Part(mechanism=mechanism, norm=norm) for mechanism in mechanisms)
+    return Layer(branches=(Branch(parts=parts),))

@@ -1,4 +1,4 @@
-"""What every mechanism of a layer says about itself: its arrays, what it keeps of each position, and its numbers."""
+"""The interface of the mechanisms of a layer: their arrays, their entries in the cache, and their numbers."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -9,11 +9,11 @@ from mesh_transformer.spec.arrays import Arrays
 from mesh_transformer.spec.rotary import Rotary
 
 PositionEncoding = Rotary | Alibi
-"""How attention knows the positions of queries and keys: the table of their computations is in ops/positions.py."""
+"""The encoding of the positions of queries and keys. ops/positions.py has the table of the computations."""
 
 
 class Numbers(NamedTuple):
-    """The numbers of one layer: its window, and its position encoding."""
+    """The settings that may differ between layers that share one compiled body."""
 
     window: int | None
     positions: PositionEncoding | None
@@ -54,7 +54,7 @@ class Mechanism:
         return self
 
     def arrays(self, width: int) -> Arrays:
-        """All parameters but the bias of the output, in a residual stream of this width."""
+        """The parameters without the bias of the output, in a residual stream of this width."""
         raise NotImplementedError
 
 
@@ -62,8 +62,9 @@ class Mechanism:
 class Attends(Mechanism):
     """A mechanism in which a position reads earlier ones, with `heads` heads of queries. A layer has one.
 
-    `positions` encodes the positions of queries and keys; None: nothing does. A query sees the last `window` keys, up
-    to its own; None: all. `scale` multiplies the products of queries and keys; None: 1 / sqrt(dims of a head).
+    `positions` is the encoding of the positions of queries and keys, if there is one. A query sees the last `window`
+    keys, up to its own, or all keys up to its own without a window. `scale` multiplies the products of queries and
+    keys, by default 1 / sqrt(dims of a head).
     """
 
     name: str = "attention"
@@ -79,17 +80,17 @@ class Attends(Mechanism):
 
     @property
     def keys_and_values(self) -> tuple[CacheEntry, CacheEntry]:
-        """What attention multiplies of each position."""
+        """The key and the value of each position, as attention multiplies them."""
         raise NotImplementedError
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """What the cache holds for each position."""
+        """The arrays that the cache holds for each position."""
         return self.keys_and_values
 
     @property
     def numbers(self) -> Numbers:
-        """The numbers in which layers of one kind may differ."""
+        """The numbers that may differ between layers of one kind."""
         return Numbers(self.window, self.positions)
 
     @property

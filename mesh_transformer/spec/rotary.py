@@ -38,7 +38,7 @@ class Rotary:
     position `first`.
     """
 
-    # dims that a head of queries and keys has besides its own
+    # dims that the encoding adds to each head of queries and keys
     added_dims: ClassVar[int] = 0
 
     dims: int

@@ -32,8 +32,8 @@ def runs_of(kinds: Sequence[K]) -> tuple[Run[K], ...]:
     named = list(number)
     while left:
         periods = [left[:size] for size in range(1, len(left) // 2 + 1)]
-        repeated = [(period, count) for period in periods if (count := _repeats(left, period)) > 1]
-        period, repeats = max(repeated, key=lambda one: len(one[0]) * one[1], default=(left[:1], 1))
+        candidates = [(period, count) for period in periods if (count := _repeats(left, period)) > 1]
+        period, repeats = max(candidates, key=lambda candidate: len(candidate[0]) * candidate[1], default=(left[:1], 1))
         runs.append(Run(tuple(named[i] for i in period), repeats))
         left = left[len(period) * repeats :]
     return tuple(runs)
@@ -53,8 +53,8 @@ def starts(runs: Iterable[Run[K]]) -> list[int]:
 
 
 def shared_run(runs: Sequence[Run[K]], stages: int) -> int | None:
-    """The number of the run whose repeats `stages` groups share out: the longest run that has a multiple of `stages`
-    repeats, the last of equally long runs; None if no run has."""
+    """The number of the run whose repeats are split into `stages` groups: the longest run with a multiple of `stages`
+    repeats, the last of equally long runs; None without such a run."""
     fit = [number for number, run in enumerate(runs) if run.repeats % stages == 0]
     return max(fit, key=lambda number: (runs[number].layers, number), default=None)
 

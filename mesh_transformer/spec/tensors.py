@@ -42,8 +42,8 @@ class Tensor(NamedTuple):
     part: int | None = None
     # the sizes that `view` needs; "part": the number of parameters in the foreign tensor
     sizes: Mapping[str, int] = {}
-    # the foreign tensor has this many rows, and the parameter holds those from `first_row` on, as several parameters of
-    # unequal size do; None: it holds them all. `view` is None or TRANSPOSED
+    # the number of rows of a foreign tensor that several parameters of unequal size share: this parameter holds the
+    # rows from `first_row` on, and `view` is None or TRANSPOSED
     of_rows: int | None = None
     first_row: int = 0
     # the dimension that is padded in the parameter, and not in the foreign tensor
@@ -54,7 +54,7 @@ class Tensor(NamedTuple):
     tied: str | None = None
     # a foreign tensor that may be stored too, and is then equal to this one
     copy: str | None = None
-    # the layers that are the rows of the parameter, ascending (`by_stack`); None: all
+    # the layers that are the rows of the parameter, ascending (`by_stack`); None for all layers
     layers: tuple[int, ...] | None = None
     # how classic shards split it
     split: Split = Split.ROWS

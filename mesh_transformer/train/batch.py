@@ -1,7 +1,7 @@
 """The batch of a training step, as the schedules read it, and its metrics.
 
-The metrics of a microbatch in which only some targets are learned, and those of its sources, are sums, so that a step
-has the mean over its learned targets, however they are spread over the microbatches.
+Where only some targets are learned, the metrics of a microbatch are sums, and metrics by source are always sums. So a
+step has the mean over its learned targets, however they are spread over the microbatches.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions, S sources.
 """
@@ -36,16 +36,16 @@ class Batch(NamedTuple):
     weighted losses, divided by A, is therefore the mean over all learned targets, however they are spread over the
     microbatches. Where each replica computes its part of B on its own, the weights sum to A times the replicas."""
     noise: jax.Array | None = None
-    """`Dropout.noise_BT2`; None: no dropout."""
+    """`Dropout.noise_BT2`, or None without dropout."""
     learned: jax.Array | None = None
-    """bool: whether the loss counts a target; None: all."""
+    """bool: whether the loss counts a target, or None if it counts all."""
     segments: jax.Array | None = None
-    """int32: the document of each token, 0 for padding, which sees and is seen by padding only; None: a sequence is one
-    document."""
+    """int32: the document of each token, 0 for padding, which sees and is seen by padding only; None if a sequence is
+    one document."""
     positions: jax.Array | None = None
-    """int32: the position of each token in its document; None: in its sequence."""
+    """int32: the position of each token in its document, or None for its position in the sequence."""
     sources: jax.Array | None = None
-    """int32: the source of each sequence, at each of its positions; None: there is one source."""
+    """int32: the source of each sequence, at each of its positions; None with one source."""
 
     @classmethod
     def of(cls, sequences: Sequences, replicas: int = 1, noise_ABT2: jax.Array | None = None) -> Self:
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 
 def as_sequences(given: Sequences | jax.Array) -> Sequences:
-    """Sequences, or int32 tokens of which each sequence is one document whose tokens are all learned."""
+    """The argument as `Sequences`. Each sequence of plain int32 tokens is one document, and all tokens are learned."""
     return given if isinstance(given, Sequences) else Sequences(given)
 
 
@@ -83,7 +83,7 @@ def check_documents(decoder: Decoder, sequences: Sequences) -> None:
 
 
 def learned_targets(sequences: Sequences) -> jax.Array | None:
-    """Whether the loss counts the target of each position, bool (..., T); None: all.
+    """Whether the loss counts the target of each position, bool (..., T); None if it counts all.
 
     A target counts if it is learned, and is a token of the document of the token before it.
     """
@@ -119,7 +119,7 @@ Sums = dict[str, jax.Array]
 
 
 class Scored(NamedTuple):
-    """What `Parts.loss` yields for the metrics: arrays (B, T)."""
+    """The results of `Parts.loss` for the metrics: arrays (B, T)."""
 
     losses: TokenLoss
     # as in `Batch`
@@ -145,7 +145,7 @@ def microbatch_metrics(
 
     Args:
         order: `Partition.sequence_order`.
-        sources: S; 0: no sums by source.
+        sources: S, or 0 for no sums by source.
     """
     by_source = source_sums(scored, sources) if sources else {}
     if scored.learned is None:
@@ -169,10 +169,10 @@ def evaluation_metrics(scored: Scored, order: np.ndarray | None) -> Metrics:
     """The metrics of an evaluation besides the loss: means over the learned targets, and their number."""
     nll, correct, counted = scored.losses.nll, scored.losses.correct, scored.counted
     if scored.learned is None:
-        found = {"last_loss": _last(nll, order).mean(), "accuracy": correct.mean()}
+        metrics = {"last_loss": _last(nll, order).mean(), "accuracy": correct.mean()}
     else:
-        found = {"last_loss": _mean(nll, _last_learned(scored.learned, order)), "accuracy": _mean(correct, counted)}
-    return {**found, "tokens": counted.sum()}
+        metrics = {"last_loss": _mean(nll, _last_learned(scored.learned, order)), "accuracy": _mean(correct, counted)}
+    return {**metrics, "tokens": counted.sum()}
 
 
 def source_sums(scored: Scored, sources: int) -> Sums:

@@ -1,4 +1,4 @@
-"""The gradient noise scale: the size of a batch beyond which more data in a step brings little."""
+"""The gradient noise scale: the batch size beyond which larger batches stop paying."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def update_noise(
 
     Returns:
         The averages, and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and B_simple. B_simple is
-        the ratio of the averages: beyond a batch of so many sequences, more data in a step brings little.
+        the ratio of the averages: the batch size, in sequences, beyond which larger batches stop paying.
     """
     g = (big * big_square - small * small_square) / (big - small)
     s = (small_square - big_square) / (1 / small - 1 / big)

@@ -68,8 +68,8 @@ class Optimizer:
 
     def shardings(self, partition: Partition, params: Params) -> OptState:
         """The sharding of each array of the state. `params` need only shapes."""
-        whole = partition.sharding()
-        scalars = dict.fromkeys(jax.eval_shape(self.init, params), whole)
+        replicated = partition.sharding()
+        scalars = dict.fromkeys(jax.eval_shape(self.init, params), replicated)
         return scalars | partition.shardings(self.slot_axes(params))
 
     def init(self, params: Params) -> OptState:

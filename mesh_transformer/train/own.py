@@ -31,7 +31,7 @@ def gradients(
     Args:
         params: the trained parameters, in the dtype of the arithmetic.
         batch: a tree of arrays (A, B, ...).
-        frozen: the second argument of `Parts.transform`; None: nothing.
+        frozen: the second argument of `Parts.transform`, by default an empty tree.
         rounds: groups of consecutive layers in each stage of a pipeline.
 
     Raises:

@@ -1,16 +1,16 @@
 """The `Schedule` for layers that are split over stages (mesh.pp): 1F1B, and interleaved 1F1B with several rounds.
 
-`parallel.pipeline` says what a stage computes in each tick. A stage keeps the inputs of its layers for the microbatches
-between their forward and their backward pass: at most two for each stage, however many microbatches a step has. The
-backward pass computes each layer again, as compute.remat full does.
+`parallel.pipeline` defines the work of a stage in each tick. A stage keeps the inputs of its layers for the
+microbatches between their forward and their backward pass: at most two for each stage, however many microbatches a step
+has. The backward pass computes each layer again, as compute.remat full does.
 
-The stages share out one run of layers (`spec.shared_run`), by its repeats. Every stage computes the runs before and
+The repeats of one run of layers (`spec.shared_run`) are split over the stages. Every stage computes the runs before and
 after it whole, in each tick: the first stage uses the result of the runs before, the last stage the result of the runs
-after. That takes no more time than if only one stage did: the others would wait for it.
+after. This takes no more time than on one stage, for which all other stages would wait.
 
-Head and loss (`Parts.loss`) belong to no stage. When the last stage has finished a microbatch, each stage takes an
-equal share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are gathered. The
-embedding is looked up by all stages, and used by the first.
+All stages compute head and loss (`Parts.loss`) together. When the last stage has finished a microbatch, each stage
+takes an equal share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are
+gathered. The embedding is looked up by all stages, and used by the first.
 
 Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers, v rounds, C layers of a group, s
 slots for kept inputs.
@@ -66,7 +66,8 @@ def _stages(parts: Parts) -> Stages:
 
 
 class _Operands(NamedTuple):
-    """The runs of a model, and its arrays by how the stages have them: see `Forward`."""
+    """The runs and arrays of a model, grouped by placement: replicated (embedding, head, the runs before and after the
+    shared one) and split over the stages (the shared run). See `Forward`."""
 
     # the layers of a group of the shared run
     run: Run[Kind]
@@ -83,7 +84,7 @@ class _Operands(NamedTuple):
         assert shared is not None
         cuts = {"before": slice(shared), "after": slice(shared + 1, None)}
 
-        def whole(of_runs: Sequence[Tree]) -> dict[str, Sequence[Tree]]:
+        def around_shared(of_runs: Sequence[Tree]) -> dict[str, Sequence[Tree]]:
             return {name: list(of_runs[cut]) for name, cut in cuts.items()}
 
         blocks, numbers = by_run(params["blocks"], runs), rows_by_run(parts.numbers, runs)
@@ -92,9 +93,13 @@ class _Operands(NamedTuple):
         ends = {name: params[name] for name in ("embed", "head")}
         return cls(
             runs[shared]._replace(repeats=runs[shared].repeats // groups),
-            whole(runs),
-            ({**ends, **whole(blocks)}, whole(numbers), fold(Stack(blocks[shared], numbers[shared]), rounds)),
-            {**{name: parts.axes[name] for name in ends}, **whole(axes), "layer": layer},
+            around_shared(runs),
+            (
+                {**ends, **around_shared(blocks)},
+                around_shared(numbers),
+                fold(Stack(blocks[shared], numbers[shared]), rounds),
+            ),
+            {**{name: parts.axes[name] for name in ends}, **around_shared(axes), "layer": layer},
         )
 
 
@@ -109,18 +114,18 @@ def _gradients(
         return _Backward(forward, given.axes).results()
 
     run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), stages.folded, P()))
-    summed, blocks, losses, results, means, whole = run(*given.arrays, batch)
+    summed, blocks, losses, results, means, whole_means = run(*given.arrays, batch)
     blocks = joined_runs([*summed.pop("before"), unfold(blocks), *summed.pop("after")])
     total = parts.constrain({**summed, "blocks": blocks})
-    metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means, whole))
+    metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means, whole_means))
     return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), None
 
 
-def _by_microbatch(means: Means, whole: dict[str, Means]) -> Means:
+def _by_microbatch(means: Means, whole_means: dict[str, Means]) -> Means:
     """The means of all layers, (M, L + N, ...), from the means of the shared run, (v, L / v, M, ...), and the means of
     the other runs, (M, N, ...)."""
     shared = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
-    parts = whole["before"], shared, whole["after"]
+    parts = whole_means["before"], shared, whole_means["after"]
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: jnp.concatenate([part[name] for part in parts if name in part], axis=1) for name in names}
 
@@ -142,13 +147,13 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Batch) -> tuple[jax.
         return Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch).losses()
 
     run = stages.run(run, (P(), P(), stages.folded, P()), (P(), P(), stages.folded, P()))
-    losses, results, means, whole = run(*given.arrays, jax.tree.map(cut, batch))
-    of_layers = jax.tree.map(lambda x: x.mean(0), _by_microbatch(means, whole))
+    losses, results, means, whole_means = run(*given.arrays, jax.tree.map(cut, batch))
+    of_layers = jax.tree.map(lambda x: x.mean(0), _by_microbatch(means, whole_means))
     return losses.sum(), jax.tree.map(join, results), of_layers
 
 
 class _Sums(NamedTuple):
-    """What the ticks add up, float32: gradients, of `Forward.tables` only for this stage's part; and the losses."""
+    """Sums over the ticks, float32: gradients, of `Forward.tables` only for this stage's part; and the losses."""
 
     tables: Params
     blocks: Params
@@ -156,7 +161,7 @@ class _Sums(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a tick passes on to the next."""
+    """The carry of the loop over ticks."""
 
     # x between layers, such as (B, T, D): from the previous stage, and the gradient from the next one
     x_BTD: jax.Array
@@ -169,7 +174,7 @@ class _Carry(NamedTuple):
 _Start = tuple[jax.Array, Shared]
 """The gradients of x and of `Stream.learned`."""
 _Group = tuple[_Start, Block]
-"""What the backward pass of a layer passes on: also the sum of gradients."""
+"""The carry of the backward pass over layers: also the sum of gradients."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,8 +196,10 @@ class _Backward:
             body = functools.partial(self._tick, *passes)
             carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop))
         sums = carry.sums
-        tables, losses, whole = self.forward.stages.sum((sums.tables, sums.losses.losses_M, sums.losses.whole))
-        return tables, sums.blocks, losses, sums.losses.results, sums.losses.by_layer(), whole
+        tables, losses, whole_means = self.forward.stages.sum(
+            (sums.tables, sums.losses.losses_M, sums.losses.whole_means)
+        )
+        return tables, sums.blocks, losses, sums.losses.results, sums.losses.by_layer(), whole_means
 
     def _start(self) -> _Carry:
         f = self.forward
@@ -307,8 +314,8 @@ class _Backward:
     def _pull_before(
         self, first: jax.Array, stream: Stream, dy_BTD: jax.Array, dlearned: Shared
     ) -> tuple[Shared, tuple[Params, jax.Array]]:
-        """The runs before the shared one: the gradient of `Stream.learned` with theirs, and the gradients of their
-        parameters and input. Only the `first` stage has a loss of them."""
+        """The backward pass of the runs before the shared one: the gradient of `Stream.learned` with their part, and
+        the gradients of their parameters and input. Their loss counts only where `first` is true."""
 
         def before(params: Sequence[Block], x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
             x_BTD, means = self.forward.pass_whole("before", params, stream._replace(x_BTD=x_BTD, learned=learned))
@@ -338,7 +345,7 @@ class _Backward:
             gradient = _masked(item.valid, gradient)
             new = {
                 name: jax.tree.map(
-                    lambda x, one, row=row: put(x, at(x, item.round, row) + one, item.round, row),
+                    lambda x, addend, row=row: put(x, at(x, item.round, row) + addend, item.round, row),
                     total[name],
                     gradient[name],
                 )
@@ -365,12 +372,12 @@ class _Backward:
 
 def _added(total: Params, gradients: Params) -> Params:
     """The sums with further gradients of some tables."""
-    return {**total, **{name: optax.tree.add(total[name], one) for name, one in gradients.items()}}
+    return {**total, **{name: optax.tree.add(total[name], gradient) for name, gradient in gradients.items()}}
 
 
 def _masked(valid: jax.Array, gradient: Params) -> Params:
     """The gradient in float32; zeros if it is not valid.
 
-    Not by a zero cotangent: the gradient of an idle stage's input may be not a number.
+    A zero cotangent would not do: the gradient of an idle stage's input may be NaN.
     """
     return jax.tree.map(lambda g: jnp.where(valid, g.astype(jnp.float32), 0), gradient)

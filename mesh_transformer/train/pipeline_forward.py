@@ -50,14 +50,14 @@ class Stack(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What `Parts.loss` yields: sums over this stage's shares, and the results of all shares, (M, B, T, ...); the means
-    of this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes, (M, N, ...),
-    which are zeros on a stage that does not use the result."""
+    """The results of `Parts.loss`: sums over this stage's shares, and the results of all shares, (M, B, T, ...); the
+    means of this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes,
+    (M, N, ...), zeros on a stage that does not use the runs' output."""
 
     losses_M: jax.Array
     results: Results
     means: Means
-    whole: dict[str, Means]
+    whole_means: dict[str, Means]
 
     def by_layer(self) -> Means:
         """The means as the stages are joined: (v, C, M, ...)."""
@@ -74,7 +74,7 @@ class Forward:
     # the layers of a group, and by name the runs before and after the shared one
     run: Run[Kind]
     whole_runs: dict[str, Runs]
-    # what every stage has: "embed", "head", and by name the layers of `whole_runs`
+    # the parameters that every stage has: "embed", "head", and by name the layers of `whole_runs`
     tables: Params
     # by name the rows of `Parts.numbers` of the layers of `whole_runs`
     whole_numbers: dict[str, Sequence[Rows]]
@@ -92,7 +92,7 @@ class Forward:
         return {name: jnp.arange(jax.tree.leaves(leaves)[0].shape[1]) for name, leaves in self.stack.params.items()}
 
     def enter(self, item: Item) -> tuple[Stream, Means]:
-        """What the layers of the first stage read of a microbatch, and the means of the runs before them."""
+        """The input of the first stage's layers for a microbatch, and the means of the runs before them."""
         stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
         x_BTD, means = self.pass_whole("before", self.tables["before"], stream)
         return stream._replace(x_BTD=x_BTD), means
@@ -136,25 +136,25 @@ class Forward:
         return self.parts.loss(params, y_BTD, jax.tree.map(self.stages.share, batch))
 
     def finished(self, tick: jax.Array) -> Item:
-        """What the last stage has computed in this tick; valid if the microbatch has passed all layers."""
+        """The work of the last stage in this tick; valid if the microbatch has passed all layers."""
         item = self.ticks.forward(tick, self.stages.last)
         return item._replace(valid=item.valid & (item.round == self.ticks.rounds - 1))
 
     def wire(self) -> jax.Array:
-        """Zeros like what a stage sends."""
-        x = jax.eval_shape(self.parts.embed, self.tables["embed"], self.one)[0]
+        """Zeros of the shape and dtype that a stage sends."""
+        x = jax.eval_shape(self.parts.embed, self.tables["embed"], self.first_microbatch)[0]
         return constrain(jnp.zeros(x.shape, x.dtype), *self.parts.stream_axes)
 
     @property
-    def one(self) -> Batch:
-        """A microbatch."""
+    def first_microbatch(self) -> Batch:
+        """A microbatch, for its shapes."""
         return jax.tree.map(lambda x: x[0], self.batch)
 
     def no_losses(self) -> Losses:
         """The results before the first microbatch."""
 
         def results() -> Results:
-            _, results = self.head(self.tables, self.stages.share(self.wire()), self.one)
+            _, results = self.head(self.tables, self.stages.share(self.wire()), self.first_microbatch)
             return jax.tree.map(self.stages.gather, results)
 
         def means() -> tuple[Means, Means, Means]:
@@ -165,9 +165,9 @@ class Forward:
         def zeros(x: jax.Array, *shape: int) -> jax.Array:
             return jnp.zeros((self.ticks.microbatches, *shape, *x.shape), x.dtype)
 
-        shapes, *whole = jax.eval_shape(means)
+        shapes, *whole_shapes = jax.eval_shape(means)
         by_layer = jax.tree.map(lambda x: zeros(x, self.ticks.rounds), shapes)
-        by_name = {name: jax.tree.map(zeros, one) for name, one in zip(WHOLE_RUNS, whole, strict=True)}
+        by_name = {name: jax.tree.map(zeros, of_runs) for name, of_runs in zip(WHOLE_RUNS, whole_shapes, strict=True)}
         return Losses(
             jnp.zeros(self.ticks.microbatches), jax.tree.map(zeros, jax.eval_shape(results)), by_layer, by_name
         )
@@ -176,15 +176,17 @@ class Forward:
         """The results with the means of the layers that this stage has computed in a tick."""
         item = self.ticks.forward(tick, self.stages.index)
         first = item.valid & (self.stages.index == 0) & (item.round == 0)
-        whole = {**total.whole, "before": _noted(total.whole["before"], before, first, item.microbatch)}
-        return total._replace(means=_noted(total.means, means, item.valid, item.microbatch, item.round), whole=whole)
+        before = _noted(total.whole_means["before"], before, first, item.microbatch)
+        return total._replace(
+            means=_noted(total.means, means, item.valid, item.microbatch, item.round),
+            whole_means={**total.whole_means, "before": before},
+        )
 
     def note_after(self, total: Losses, item: Item, after: Means) -> Losses:
         """The results with the means of the runs after the shared one, of a finished microbatch."""
         valid = item.valid & (self.stages.index == self.stages.last)
-        return total._replace(
-            whole={**total.whole, "after": _noted(total.whole["after"], after, valid, item.microbatch)}
-        )
+        after = _noted(total.whole_means["after"], after, valid, item.microbatch)
+        return total._replace(whole_means={**total.whole_means, "after": after})
 
     def add(self, total: Losses, item: Item, loss: jax.Array, results: Results) -> Losses:
         """The results, with the results of one microbatch added, from this stage's share."""
@@ -217,10 +219,10 @@ class Forward:
 
         start = self.wire(), self.no_losses()
         (_, total), _ = jax.lax.scan(step, start, jnp.arange(self.ticks.forward_ticks))
-        losses, whole = self.stages.sum((total.losses_M, total.whole))
-        return losses, total.results, total.by_layer(), whole
+        losses, whole_means = self.stages.sum((total.losses_M, total.whole_means))
+        return losses, total.results, total.by_layer(), whole_means
 
 
 def _noted(known: Means, new: Means, valid: jax.Array, *place: jax.Array) -> Means:
-    """The means with new ones at a place, if they are valid."""
-    return jax.tree.map(lambda old, one: put(old, jnp.where(valid, one, at(old, *place)), *place), known, new)
+    """The means, with `new` at the index `place` if `valid`."""
+    return jax.tree.map(lambda old, mean: put(old, jnp.where(valid, mean, at(old, *place)), *place), known, new)

@@ -54,7 +54,7 @@ class Parts(NamedTuple):
     """(parameters of "embed", microbatch) -> what the first layer reads."""
     layer: Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]
     """(parameters of one layer, its input, its row of `numbers`) -> x for the next layer, named means over its tokens.
-    A kind in `runs` may have a function of its own instead."""
+    A kind in `runs` may replace this function."""
     loss: Callable[[Params, jax.Array, Batch], tuple[jax.Array, Results]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
     (B, T, ...). For a pipeline: the scalars of pieces of a microbatch, cut along `shared_out`, add up to its scalar."""
@@ -63,21 +63,21 @@ class Parts(NamedTuple):
     transform: Callable[[Params, Params], Params] = side_by_side
     """The parameters from the trained and the frozen ones."""
     layer_loss: Callable[[Means], jax.Array] | None = None
-    """The named means of one layer -> a float32 scalar, which the gradient includes beside `loss`; None: nothing."""
+    """The named means of one layer -> a float32 scalar, which the gradient includes beside `loss`, if given."""
     metrics: Callable[[jax.Array, Results, Means], Metrics] = only_loss
     """(scalar of `loss`, without `layer_loss`; its results; the means of the layers, (layers that have them, ...)), all
     of a whole microbatch -> metrics."""
     sums: Partition | None = None
-    """The partition of the sum of gradients; None: the active one."""
+    """The partition of the sum of gradients, by default the active one."""
     runs: Runs | None = None
-    """The layers by their kinds, in order; None: all layers are alike. With several runs, the names of the modules of
-    "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run
+    """The layers by their kinds, in order, by default one run of equal layers. With several runs, the names of the
+    modules of "blocks" begin with the number of the run (`spec.in_run`). One run is split over the stages of a pipeline
     (`spec.shared_run`), and each stage computes the other runs whole."""
     numbers: Rows = None
-    """Arrays (L, ...) without gradients. Each layer reads its own row. None: none."""
+    """Arrays (L, ...) without gradients, or None. Each layer reads its own row."""
     kept: Sequence[str] | None = None
     """The names (`jax.ad_checkpoint.checkpoint_name`) of the activations of a layer that the backward pass keeps,
-    beside its input; None: all activations. The stages of a pipeline keep the input only."""
+    beside its input, by default all activations. The stages of a pipeline keep the input only."""
     unroll: int = 1
     """Layers in one pass of the loop."""
     tied: bool = False
@@ -93,7 +93,7 @@ class Parts(NamedTuple):
         return self.runs or (Run((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
 
     def layer_of(self, kind: Kind) -> Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]:
-        """What computes the layers of a kind."""
+        """The function that computes the layers of a kind."""
         return kind.layer or self.layer
 
     def loss_of_layer(self, means: Means) -> jax.Array:
@@ -115,8 +115,8 @@ class Schedule(NamedTuple):
 
     gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array | None]]
     """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
-    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each; None: it is not
-    computed."""
+    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each; None if it is
+    not computed."""
     loss: Callable[[Parts, Params, Batch], tuple[jax.Array, Results, Means]]
     """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`, and the means of the layers."""
 
@@ -169,10 +169,10 @@ def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> 
     """
 
     def layer(kind: Kind, x_BTD: jax.Array, block: Block, row: Rows) -> tuple[jax.Array, Outputs]:
-        def one(x_BTD: jax.Array, of_layer: tuple[Block, Rows]) -> tuple[jax.Array, Means]:
+        def compute(x_BTD: jax.Array, of_layer: tuple[Block, Rows]) -> tuple[jax.Array, Means]:
             return parts.layer_of(kind)(of_layer[0], stream._replace(x_BTD=x_BTD), of_layer[1])
 
-        y_BTD, means = _checkpointed(one, kept)(x_BTD, (block, row))
+        y_BTD, means = _checkpointed(compute, kept)(x_BTD, (block, row))
         return y_BTD, (None, means)
 
     return layer

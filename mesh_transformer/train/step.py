@@ -58,7 +58,7 @@ class TrainState(NamedTuple):
 
 
 def all_trained(params: Params) -> tuple[Params, Params]:
-    """The trained and the frozen part of a tree like the parameters: all of it, and nothing."""
+    """The trained and the frozen part of a tree like the parameters, if every parameter is trained."""
     return params, {}
 
 
@@ -84,7 +84,7 @@ class TrainProgram:
             split: a tree like the model's parameters -> its trained and its frozen part.
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
-            schedule: the order in which microbatches and layers are computed; None: as the config says.
+            schedule: the order in which microbatches and layers are computed, by default that of the config.
             sources: the number of sources whose losses a step returns, given `Sequences.sources`.
 
         Raises:
@@ -106,9 +106,9 @@ class TrainProgram:
         self.optimizer = Optimizer(config.optimizer, self.axes)
         shapes = jax.eval_shape(self._fresh, self.model.shapes)
         self.state_shardings = self._state_shardings(shapes)
-        # what a checkpoint is restored into
+        # the shapes, dtypes and shardings for restoring a checkpoint
         self.abstract_state = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, self.state_shardings)
-        whole = self.partition.sharding()
+        replicated = self.partition.sharding()
         self.batch_sharding = self.partition.sharding(None, "batch")
         self.eval_sharding = self.partition.sharding("batch")
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
@@ -119,14 +119,14 @@ class TrainProgram:
             self._train_step,
             compiler_options=options,
             in_shardings=(self.state_shardings, self.batch_sharding),
-            out_shardings=(self.state_shardings, whole),
+            out_shardings=(self.state_shardings, replicated),
             donate_argnums=0,
         )
         self.eval_step = jax.jit(
             self._eval_step,
             compiler_options=options,
             in_shardings=(placement.shardings, self.eval_sharding),
-            out_shardings=whole,
+            out_shardings=replicated,
         )
 
     @property
@@ -151,10 +151,10 @@ class TrainProgram:
         return VocabTiles.of(self.model, self.partition, columns)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
-        whole: Any = self.partition.sharding()
+        replicated: Any = self.partition.sharding()
         params, frozen = self.partition.shardings(self.axes), self.partition.shardings(self.frozen_axes)
         opt_state = self.optimizer.shardings(self.moments, shapes.params)
-        return TrainState(whole, params, opt_state, NoiseAverages(whole, whole), whole, frozen)
+        return TrainState(replicated, params, opt_state, NoiseAverages(replicated, replicated), replicated, frozen)
 
     def _init(self, key: jax.Array) -> TrainState:
         return self._fresh(self.model.init(key))
@@ -172,10 +172,10 @@ class TrainProgram:
         """
         sequences = as_sequences(sequences)
         with use(self.partition):
-            gradients, found, squares = self._gradients(state, sequences)
-        # `found` has means over the microbatches of all replicas: times their number, the sums of the step
-        sums = optax.tree.scale(len(sequences.tokens) * self._replicas, found["sums"])
-        metrics, means = found["scalars"] | step_metrics(sums), found["means"]
+            gradients, statistics, squares = self._gradients(state, sequences)
+        # the statistics are means over the microbatches of all replicas: times their number, the sums of the step
+        sums = optax.tree.scale(len(sequences.tokens) * self._replicas, statistics["sums"])
+        metrics, means = statistics["scalars"] | step_metrics(sums), statistics["means"]
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -214,7 +214,7 @@ class TrainProgram:
         return self.schedule.gradients(parts, params, frozen, Batch.of(sequences, self._replicas, noise_ABT2))
 
     def _parts(self, objective: Objective, dispatch: Dispatch) -> Parts:
-        """The model's functions and data, with this term of each token in the loss."""
+        """The model's functions and data; `objective` is the loss of a token."""
         compute = self.model.compute
         kinds = {
             kind.layer: Kind(functools.partial(self._layer, dispatch, kind.layer), kind.modules)
@@ -262,7 +262,7 @@ class TrainProgram:
         return params
 
     def _loss(self, objective: Objective, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, Scored]:
-        """`Parts.loss` with this term of each token."""
+        """`Parts.loss`; `objective` is the loss of a token."""
         chunks = self.loss_chunks(*x_BTD.shape[:2])
         head = self.model.gathered_head(params)
         y_BTD = self.model.final_norm(head, x_BTD)
@@ -304,8 +304,8 @@ class TrainProgram:
             # no token is dropped
             parts = self._parts(lambda per_token: per_token.nll, Dispatch(self._dispatch.exchange))
             loss, scored, means = self.schedule.loss(parts, params, Batch.of(sequences))
-            found = {"loss": loss, **evaluation_metrics(scored, self._order(scored))}
-        return {**found, experts.LOAD: experts.load(means)} if means else found
+            metrics = {"loss": loss, **evaluation_metrics(scored, self._order(scored))}
+        return {**metrics, experts.LOAD: experts.load(means)} if means else metrics
 
 
 def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
@@ -337,7 +337,7 @@ def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.st
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes that one device needs to run a program: the peak of its buffers, and its code.
 
-    Not arguments + `temp_size_in_bytes`, which is more than libtpu's programs allocate (docs/benchmarks.md).
+    Arguments + `temp_size_in_bytes` would be more than libtpu's programs allocate (docs/benchmarks.md).
     """
     memory: Any = compiled.memory_analysis()
     return memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes

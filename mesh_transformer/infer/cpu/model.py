@@ -47,9 +47,9 @@ class PackedModel(Model):
         x_BTD, views, numbers = stream.x_BTD, list(views), layer_numbers(self.decoder)
         kinds = (kind for run in self.decoder.runs for kind in run.kinds)
         for number, (kind, packed) in enumerate(zip(kinds, params, strict=True)):
-            at, own = view_of[number], jax.tree.map(lambda x, number=number: x[number], numbers)
+            at, row = view_of[number], jax.tree.map(lambda x, number=number: x[number], numbers)
             query = query_index_B if number == len(params) - 1 else None
-            x_BTD, views[at] = jitted[kind]((x_BTD, views[at]), packed, own, query)
+            x_BTD, views[at] = jitted[kind]((x_BTD, views[at]), packed, row, query)
         return x_BTD, views
 
 

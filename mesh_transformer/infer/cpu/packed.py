@@ -53,7 +53,7 @@ def pack(parts: Iterable[tuple[str, Params]], decoder: spec.Decoder) -> Params:
 class Transposed(StoredMatrix):
     """A matrix (D, F), stored as rows start .. stop - 1 of a transposed array.
 
-    XLA for CPU multiplies a transposed matrix faster. The array's other rows may be matrices that multiply the same
+    XLA for CPU multiplies a transposed matrix faster. Further rows of the array may be matrices that multiply the same
     input: XLA then computes one product for all of them. Elements of two bytes are stored as uint16: see
     `_product_of_bits`.
     """
@@ -85,14 +85,14 @@ def _product_of_bits(x_D: jax.Array, bits_FD: jax.Array, out_dtype: jnp.dtype) -
     cache.
     """
     rows, width = bits_FD.shape
-    some = max((n for n in range(1, rows) if rows % n == 0 and n * width <= BLOCK), default=rows)
+    block_rows = max((n for n in range(1, rows) if rows % n == 0 and n * width <= BLOCK), default=rows)
     x_D, dtype = x_D.astype(jnp.float32), x_D.dtype
 
     def product(bits_fD: jax.Array) -> jax.Array:
         w_fD = jax.lax.bitcast_convert_type(bits_fD, dtype).astype(jnp.float32)
         return _product(x_D, w_fD, jnp.dtype(jnp.float32)).astype(out_dtype)
 
-    y_Nf = jax.lax.map(product, rearrange(bits_FD, "(n f) d -> n f d", f=some))
+    y_Nf = jax.lax.map(product, rearrange(bits_FD, "(n f) d -> n f d", f=block_rows))
     return rearrange(y_Nf, "n ... f -> ... (n f)")
 
 
@@ -152,8 +152,8 @@ def as_bits(w: jax.Array) -> jax.Array:
 
 
 def _joined(decoder: spec.Decoder, layer: spec.Layer) -> Iterator[tuple[str, ...]]:
-    """The groups of modules of a layer whose matrices multiply one input. Experts that all tokens share are computed
-    apart from the router."""
+    """The names of modules of a layer whose matrices share an input: `pack` concatenates them. Experts that all tokens
+    share are computed apart from the router."""
     for branch in layer.branches:
         for reading in branch.readings:
             together: list[str] = []

@@ -269,8 +269,8 @@ def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
     # (room left, bin), sorted
     open_bins: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        found = bisect.bisect_left(open_bins, (sizes[item], -1))
-        left, chosen = open_bins.pop(found) if found < len(open_bins) else (room, len(bins))
+        index = bisect.bisect_left(open_bins, (sizes[item], -1))
+        left, chosen = open_bins.pop(index) if index < len(open_bins) else (room, len(bins))
         if chosen == len(bins):
             bins.append([])
         bins[chosen].append(item)

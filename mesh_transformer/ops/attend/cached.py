@@ -43,7 +43,7 @@ class KVCache:
     groups: tuple[Group, ...]
     # L numbers: the group of each layer; the layers of a group stand in it in their order
     group_of: tuple[int, ...]
-    # of each group
+    # the entries of each group
     entries: tuple[Entries, ...]
 
     @classmethod
@@ -63,9 +63,9 @@ class KVCache:
 
         layers = list(zip(lengths, entries, strict=True))
         if not stacked:
-            return cls(tuple(group(1, *one) for one in layers), tuple(range(len(layers))), tuple(entries))
+            return cls(tuple(group(1, *layer) for layer in layers), tuple(range(len(layers))), tuple(entries))
         distinct = list(dict.fromkeys(layers))
-        groups = tuple(group(layers.count(one), *one) for one in distinct)
+        groups = tuple(group(layers.count(layer), *layer) for layer in distinct)
         return cls(groups, tuple(map(distinct.index, layers)), tuple(entries for _, entries in distinct))
 
     def map(self, function: Callable[[jax.Array, Axes], Any]) -> KVCache:
@@ -77,7 +77,7 @@ class KVCache:
         return dataclasses.replace(self, groups=tuple(groups))
 
     def view(self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True) -> CacheView:
-        """A view of some slots (None: all) and of positions 0 .. length - 1.
+        """A view of the slots `slots_B`, or of all slots if it is None, and of positions 0 .. length - 1.
 
         `write`, (B,) booleans or one boolean, says which slots may change.
         """
@@ -110,14 +110,14 @@ def segment_ends(length: int) -> list[int]:
 
 
 class KeyValueView(Protocol):
-    """What attention reads keys and values from: of all layers, or of one layer, whose index is 0."""
+    """The keys and values that attention reads and writes: of all layers, or of one layer, whose index is 0."""
 
     latent: ClassVar[bool]
-    """Whether latent attention writes its latents, not keys and values of all heads."""
+    """Whether latent attention stores its latents instead of keys and values of all heads."""
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
     separate: ClassVar[bool]
-    """Whether the logits of the parts stay apart: to join a long part and a short one takes a copy of both."""
+    """Whether attention keeps logits per part: to concatenate a long and a short part would copy both."""
 
     def hold(
         self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
@@ -267,8 +267,8 @@ def _attend_parts(
         seen = slice(stop - part[0].shape[2], stop)
         bias = None if bias_BHTS is None else bias_BHTS[..., seen]
         logits.append(attention_logits(q, part[:1], mask_B1TS[..., seen], bias, scale, softcap))
-    top_BHT1 = functools.reduce(jnp.maximum, (one.max(-1, keepdims=True) for one in logits))
-    exps = [jnp.exp(one - top_BHT1) for one in logits]
+    top_BHT1 = functools.reduce(jnp.maximum, (part_logits.max(-1, keepdims=True) for part_logits in logits))
+    exps = [jnp.exp(part_logits - top_BHT1) for part_logits in logits]
     total_BHT1 = functools.reduce(jnp.add, (exp.sum(-1, keepdims=True) for exp in exps))
     products = (
         jnp.matmul(exp.astype(q.dtype), part[-1], preferred_element_type=jnp.float32)
@@ -294,7 +294,7 @@ class CacheView:
     cache: KVCache
     # int32: the slots to write; a slot beyond the last is not written
     written_B: jax.Array
-    # int32: the slots to read; None: all, in order
+    # int32: the slots to read; None for all, in order
     slots_B: jax.Array | None
     length: int
 
@@ -321,15 +321,15 @@ class CacheView:
     def read(self, layer: jax.Array | int) -> list[Segment]:
         """The entries of one layer, as `hold` returns them."""
         (group,) = self.cache.groups
-        found, left = [], self.length
+        segments, left = [], self.length
         for segment in group:
             if left <= 0:
                 break
             size = min(left, segment[0].shape[3])
             arrays = zip(segment, self.names, strict=True)
-            found.append(tuple(storage().read(x, name, layer, self.slots_B, size) for x, name in arrays))
+            segments.append(tuple(storage().read(x, name, layer, self.slots_B, size) for x, name in arrays))
             left -= size
-        return found
+        return segments
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """See `KeyValueView`."""
@@ -352,7 +352,7 @@ class CacheView:
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=groups))
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
-        """See `KeyValueView`. Not of a ring, where they depend on the query."""
+        """See `KeyValueView`. A ring has none: there they depend on the query."""
         assert all(self.length <= capacity(group) for group in self.cache.groups)
         return jnp.arange(self.length)[None]
 

@@ -48,7 +48,7 @@ class Attend(Protocol):
         float32.
 
         Args:
-            window: number of keys that a query sees, the last of them at its own position; None: all up to its own.
+            window: number of keys that a query sees, the last of them at its own position; None for all up to its own.
             softcap: the scaled products pass through `soft_capped`.
         """
 
@@ -59,8 +59,8 @@ class Causal:
 
     view: ClassVar = None
     bias_BHTS: jax.Array | None = None  # B is 1
-    segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None: all
-    windows: Windows | None = None  # the values that a window which is data may have; None: any
+    segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None for one segment
+    windows: Windows | None = None  # the possible values of a traced window; None if they are unknown
 
     def __call__(
         self,
@@ -91,7 +91,7 @@ class Causal:
                 mixed = _attend(scale, *arrays, window)
             else:
                 mixed, _ = _forward(scale, *arrays, window, softcap=softcap)
-        # the policies of compute.remat know what is kept of attention by this name
+        # the policies of compute.remat refer to the output of attention by this name
         return checkpoint_name(mixed, "attn_out")
 
 
@@ -161,7 +161,7 @@ def _backward(scale: float, saved: _Saved, dy_BTHK: jax.Array) -> tuple[jax.Arra
         part_dv = jnp.einsum("bhts,bthk->bhsk", weights, dy)
         dk_BHSK.append(part_dk.astype(jnp.float32))
         dv_BHSK.append(part_dv.astype(jnp.float32))
-    dk, dv = (functools.reduce(_with_more_keys, some) for some in (dk_BHSK, dv_BHSK))
+    dk, dv = (functools.reduce(_with_more_keys, gradients) for gradients in (dk_BHSK, dv_BHSK))
     dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
     if bias_BHTS is not None and dbias is not None:
         dbias = dbias.astype(bias_BHTS.dtype)

@@ -103,7 +103,7 @@ class SplitPositions:
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        # a server has no use for it
+        # imported here: serving does not use it
         from mesh_transformer.ops.attend.ring import Plan, attend
 
         partition, mode, devices = self.partition, self.partition.context_mode, self.partition.size("seq")
@@ -134,8 +134,8 @@ def attention(
 
     Args:
         bias_BHTS: B is 1. Rows and columns are in the order of the partition's positions.
-        segments_BT: int32: a query sees the keys of its own segment only; None: all.
-        windows: the values that a window which is data may have, so that a kernel can compute each; None: any.
+        segments_BT: int32: a query sees the keys of its own segment only; None for one segment.
+        windows: the possible values of a traced window, so that a kernel can compute each; None if unknown.
         causal: a query sees no later key; False: it sees all keys, and no kernel computes it.
     """
     if not causal:

@@ -23,7 +23,7 @@ from mesh_transformer.parallel.sharding import Partition, Tree
 # compute capability: the largest dims of a head
 _HEAD_DIMS = {8: 128, 9: 256}
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-# the arguments of JAX's primitives: arrays, what the backward pass gets besides, and options
+# the arguments of JAX's primitives: arrays, further arrays of the backward pass, and options
 _ARRAYS = (
     *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
     *("page_table_k", "page_table_v"),
@@ -39,8 +39,8 @@ def refuses(case: Case) -> str | None:
     major = case.target.generation.partition(".")[0]
     newest = int(major) if case.target.platform == "gpu" and major.isdecimal() else 0
     if newest < min(_HEAD_DIMS):
-        found = f"of {case.target.generation or 'unknown'}" if case.target.platform == "gpu" else "no GPU"
-        return f"needs a GPU of compute capability {min(_HEAD_DIMS)}.0 or later, and the device is {found}"
+        device = f"of {case.target.generation or 'unknown'}" if case.target.platform == "gpu" else "no GPU"
+        return f"needs a GPU of compute capability {min(_HEAD_DIMS)}.0 or later, and the device is {device}"
     most = _HEAD_DIMS[min(newest, max(_HEAD_DIMS))]
     if case.dtype != "bfloat16":
         return f"needs compute.dtype bfloat16, and it is {case.dtype}"
@@ -73,13 +73,13 @@ def unsupported() -> str | None:
 
 
 def _lowering(phase: str) -> str:
-    """The function whose arguments are those of the primitive; the others take any options."""
+    """The function that lowers the primitive. Its signature names every argument of the primitive."""
     return f"_dot_product_attention_{phase}_cuda_lowering"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """What is known before the arrays."""
+    """The static arguments of an attention."""
 
     partition: Partition
     scale: float
@@ -87,21 +87,21 @@ class _Plan:
 
     def map(self, function: Callable[..., Tree], inputs: int, outputs: Sequence[P]) -> Callable[..., Tree]:
         """`function` of the plan, and of the arrays of one device; the first `inputs` are (B, T, H, K)."""
-        whole = split_heads(self.partition)
-        specs = [whole] * inputs + ([self.normalizer] if inputs > 3 else [])
+        heads = split_heads(self.partition)
+        specs = [heads] * inputs + ([self.normalizer] if inputs > 3 else [])
         return on_each_device(self.partition, functools.partial(function, self), tuple(specs), tuple(outputs))
 
     @property
     def normalizer(self) -> P:
         """The split of (B, H, T)."""
-        whole = split_heads(self.partition)
-        return P(whole[0], whole[2])
+        heads = split_heads(self.partition)
+        return P(heads[0], heads[2])
 
     def bind(self, phase: str, arrays: Sequence[jax.Array], **more: object) -> tuple[jax.Array, ...]:
-        """The results of the primitive of a phase, fwd or bwd, for q, k and v, and what follows them.
+        """The results of the primitive of a phase, fwd or bwd, for q, k, v and the saved arrays.
 
         `jax.nn.dot_product_attention` binds the same primitives. But it asks an attached GPU what it can compute, and a
-        program may be compiled for another; and the policies of compute.remat know no name of what it keeps.
+        program may be compiled for another. The policies of compute.remat could not name the arrays that it saves.
         """
         none = jnp.zeros(0, arrays[0].dtype)
         known = inspect.signature(getattr(_library(), _lowering(phase))).parameters
@@ -124,7 +124,7 @@ class _Plan:
 
 
 def attend(partition: Partition, call: Call) -> jax.Array:
-    """See `Kernel`. The policies of compute.remat know what is kept of it by the name "attn_out"."""
+    """See `Kernel`. The policies of compute.remat refer to the saved arrays by the name "attn_out"."""
     (window,) = call.windows
     return _attend(_Plan(partition, call.scale, window), call.q_BTHK, call.k_BTJK, call.v_BTJV)
 

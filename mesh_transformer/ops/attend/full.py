@@ -26,7 +26,7 @@ class Full:
 
     view: ClassVar = None
     bias_BHTS: jax.Array | None = None  # B is 1
-    segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None: all
+    segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None for one segment
 
     def __call__(
         self,
@@ -60,5 +60,5 @@ class Full:
         logits_BHTS = attention_logits(q_BTHK, [k_BHSK], sees_B1TS, self.bias_BHTS, scale, softcap)
         weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1).astype(q_BTHK.dtype)
         mixed_BTHV = unfold_heads(jnp.einsum("bhts,bhsk->bthk", weights_BHTS, v_BHSV), shared)
-        # the policies of compute.remat know what is kept of attention by this name
+        # the policies of compute.remat refer to the output of attention by this name
         return checkpoint_name(mixed_BTHV, "attn_out")

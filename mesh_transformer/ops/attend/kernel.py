@@ -1,4 +1,4 @@
-"""What a kernel of attention is, and what decides whether it can compute an attention.
+"""The interface of an attention kernel, and the properties of an attention that a kernel may refuse.
 
 Shapes: as in `ops.attend.causal`.
 """
@@ -17,12 +17,12 @@ from mesh_transformer.accelerators import CompileTarget
 from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
 Windows = tuple[int | None, ...]
-"""The different windows of the layers of a loop; None among them: no window."""
+"""The distinct windows of the layers of a loop; None for layers without a window."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An attention of whole sequences, by what is known before a program is compiled."""
+    """The properties of an attention of whole sequences that are known before a program is compiled."""
 
     target: CompileTarget
     # the positions to which a device attends at once
@@ -34,14 +34,14 @@ class Case:
     bias: bool = False
     segments: bool = False
     softcap: bool = False
-    # without windows of `length` positions or more; None: the program reads the window as data
+    # windows of `length` positions or more count as None; None if the possible windows are unknown
     windows: Windows | None = (None,)
-    # `mesh.context_mode`, where keys of other devices arrive block by block; None: a device has all keys
+    # `mesh.context_mode`, where keys of other devices arrive block by block; None if a device has all keys
     ring: str | None = None
 
     @property
     def heads(self) -> str:
-        """What differs between the layers of a model, such as `192x128` and `64x64 softcap`."""
+        """The properties that may differ between layers of a model, such as `192x128` and `64x64 softcap`."""
         return f"{self.head_dim}x{self.value_dim}{' softcap' if self.softcap else ''}"
 
 
@@ -56,7 +56,7 @@ class Call:
     scale: float
     softcap: float | None
     windows: Windows
-    # int32: the index of this layer's window in `windows`; None: there is one
+    # int32: the index of this layer's window in `windows`; None if `windows` has only one
     window_index: jax.Array | None
 
 
@@ -65,17 +65,16 @@ class Kernel:
     """A kernel of attention. `ops.attend.kernels` has the table."""
 
     refuses: Callable[[Case], str | None]
-    """Why it cannot compute a case, in the words after "compute.attention NAME"; None: it can."""
+    """Why it cannot compute a case, in the words after "compute.attention NAME"; None if it can."""
     unsupported: Callable[[], str | None]
-    """Why it does not work with the installed JAX, whose names it uses without a promise, in the same words; None: it
-    does."""
+    """Why it does not work with the installed JAX, whose private names it uses, in the same words; None if it works."""
     attend: Callable[[Partition, Call], jax.Array]
     """The output of attention, (B, T, H, V) of q's dtype."""
 
 
 def changed_arguments(module: str, name: str, *known: Sequence[str]) -> str | None:
-    """Why a function of JAX cannot be used, in the words of `Kernel.unsupported`: it is gone, or its arguments, in
-    order, are none of `known`. None: it can."""
+    """Why a function of JAX cannot be used, in the words of `Kernel.unsupported`: it is gone, or the names of
+    its arguments, in order, are not in `known`. None if it can."""
     try:
         parameters = tuple(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
     except (ImportError, AttributeError):

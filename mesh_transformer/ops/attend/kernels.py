@@ -37,8 +37,8 @@ def choose(setting: Setting, case: Case) -> str:
     if not isinstance(setting, str):
         setting = setting.get(case.heads, "auto")
     if setting == "auto":
-        own = (name for name, platform in KERNELS.items() if platform == case.target.platform)
-        return next((name for name in own if _refusal(name, case) is None), PLAIN)
+        candidates = (name for name, platform in KERNELS.items() if platform == case.target.platform)
+        return next((name for name in candidates if _refusal(name, case) is None), PLAIN)
     if setting not in (PLAIN, *KERNELS):
         raise UserError(f"compute.attention {setting:.100} is not one of auto, {', '.join((PLAIN, *KERNELS))}")
     reason = None if setting == PLAIN else _refusal(setting, case)
@@ -57,20 +57,20 @@ def resolved(setting: str, platform: str) -> str:
 
 
 def left_out(platform: str) -> list[str]:
-    """Of each kernel for a platform that "auto" never takes, because it does not work with the installed JAX: its name
-    and the reason."""
-    reasons = {name: _kernel(name).unsupported() for name, own in KERNELS.items() if own == platform}
+    """The kernels for a platform that do not work with the installed JAX, so that "auto" never takes them: name and
+    reason of each."""
+    reasons = {name: _kernel(name).unsupported() for name, supported in KERNELS.items() if supported == platform}
     return [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 @functools.cache
 def _kernel(name: str) -> Kernel:
-    found: Kernel = importlib.import_module(f"{__package__}.{name}").KERNEL
-    return found
+    kernel: Kernel = importlib.import_module(f"{__package__}.{name}").KERNEL
+    return kernel
 
 
 def without_long(windows: Windows, length: int) -> Windows:
-    """The different windows, where each that holds `length` positions is none."""
+    """The distinct windows. A window of `length` positions or more counts as None."""
     return tuple(dict.fromkeys(None if window is None or window >= length else window for window in windows))
 
 
@@ -113,10 +113,10 @@ def attend(
     softcap: float | None,
     windows: Windows | None,
 ) -> jax.Array | None:
-    """What an `Attend` of whole sequences returns, by the kernel that `choose` takes for a partition; None: plain.
+    """The output of an `Attend` of whole sequences, by the kernel that `choose` takes; None if it takes "plain".
 
     Args:
-        windows: the values that a window which is data may have; None: any.
+        windows: the possible values of a traced window; None if they are unknown.
 
     Raises:
         UserError: as in `choose`.
@@ -129,7 +129,7 @@ def attend(
     assert case.windows is not None
     index = None
     if len(case.windows) > 1 and window is not None:
-        values = jnp.asarray([length if one is None else one for one in case.windows], jnp.int32)
+        values = jnp.asarray([length if size is None else size for size in case.windows], jnp.int32)
         index = jnp.argmax(values == jnp.minimum(jnp.asarray(window), length)).astype(jnp.int32)
     partition, k_BTJK, v_BTJV = divided(partition, k_BTJK, v_BTJV)
     call = Call(q_BTHK, k_BTJK, v_BTJV, segments_BT, scale, softcap, case.windows, index)

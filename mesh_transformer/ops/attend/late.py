@@ -1,10 +1,10 @@
 """A view of the cache for one new position of each sequence, which joins the cache after the last layer.
 
-An operation of a TPU takes more than a microsecond, whatever it does. One for each slot in each layer would take longer
-than the products of attention: here each slot has one for all layers. In a layer, a query attends to the cache as it
-was and to its own position.
+Each operation of a TPU takes more than a microsecond. To write each slot in each layer would take longer than the
+products of attention, so the new entries of all layers are written once, at the end. In a layer, a query attends to the
+cache before the write and to its own position.
 
-Shapes: as `storage`.
+Shapes: as in `ops.attend.storage`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mesh_transformer.ops.attend.storage import Segment, Tiled
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["before", "positions_B", "groups"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LateView:
-    """A `KeyValueView` of the positions before `positions_B`, and of these.
+    """A `KeyValueView` of the positions up to `positions_B`: the cache `before` them, and their new entries.
 
     All rows of a call for a sequence are at its new position: they are copies.
     """
@@ -53,9 +53,9 @@ class LateView:
     def hold(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[LateView, list[Segment]]:
         """See `KeyValueView`. The new position is the last part."""
         (group,) = self.groups
-        own = [x[:, :1].astype(old.dtype) for x, old in zip(new, group, strict=True)]
-        kept = (jax.lax.dynamic_update_index_in_dim(old, x, layer, 0) for old, x in zip(group, own, strict=True))
-        part = tuple(rearrange(x, "b t j k -> b j t k") for x in own)
+        entries = [x[:, :1].astype(old.dtype) for x, old in zip(new, group, strict=True)]
+        kept = (jax.lax.dynamic_update_index_in_dim(old, x, layer, 0) for old, x in zip(group, entries, strict=True))
+        part = tuple(rearrange(x, "b t j k -> b j t k") for x in entries)
         return dataclasses.replace(self, groups=(tuple(kept),)), [*self.before.read(layer), part]
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:

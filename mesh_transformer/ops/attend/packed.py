@@ -25,7 +25,7 @@ from mesh_transformer.ops.attend.causal import sees
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ends_BT", "groups"], meta_fields=["group_of"])
 @dataclasses.dataclass(frozen=True)
 class PackedView:
-    """A `cached.KeyValueView` of the rows themselves: it holds no earlier positions, and knows which tokens see
+    """A `cached.KeyValueView` of the rows themselves, without earlier positions. `ends_BT` says which tokens see
     which."""
 
     latent: ClassVar[bool] = False
@@ -41,13 +41,16 @@ class PackedView:
     def of(cls, ends_BT: jax.Array, entries: Sequence[Entries], dtype: jnp.dtype) -> PackedView:
         """A view without keys and values yet, given the entries of each layer."""
         distinct = list(dict.fromkeys(entries))
-        groups = tuple(tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in one) for one in distinct)
+        groups = tuple(
+            tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in layer_entries)
+            for layer_entries in distinct
+        )
         return cls(ends_BT, groups, tuple(map(distinct.index, entries)))
 
     def hold(
         self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
     ) -> tuple[PackedView, list[tuple[jax.Array, ...]]]:
-        """The view with the keys and values of this layer in place of the previous layer's, and these, in one part."""
+        """Replace the keys and values of the previous layer. Returns the view, and the new ones as one part."""
         return dataclasses.replace(self, groups=(new,)), [tuple(rearrange(x, "b t h k -> b h t k") for x in new)]
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
@@ -66,7 +69,7 @@ class PackedView:
 
     def split(self, layers: int) -> tuple[list[PackedView], Sequence[int]]:
         """See `cached.KeyValueView`: a view for each group."""
-        return [dataclasses.replace(self, groups=(one,)) for one in self.groups], self.group_of
+        return [dataclasses.replace(self, groups=(group,)) for group in self.groups], self.group_of
 
     def joined(self, views: Sequence[PackedView]) -> PackedView:
         """See `cached.KeyValueView`."""

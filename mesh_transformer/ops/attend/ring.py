@@ -36,7 +36,7 @@ from mesh_transformer.ops.attend.ring_blocks import (
 )
 from mesh_transformer.parallel.sharding import MeshAxes, Partition, Specs, Tree
 
-# of chunks of queries: the chunks, and what the visits add up; of chunks of keys: their gradients, if any
+# the chunks of queries, the state that the visits accumulate for them, and the gradients of chunks of keys, if any
 _Query = TypeVar("_Query")
 _State = TypeVar("_State")
 _Gradient = TypeVar("_Gradient")
@@ -51,7 +51,7 @@ _Saved = tuple[Inputs, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What is known before the arrays."""
+    """The static arguments of an attention."""
 
     partition: Partition
     # the mesh axis that splits the positions, and its size
@@ -64,7 +64,7 @@ class Plan:
     splash: bool = False
 
     def blocks(self, window: jax.Array | None) -> Blocks:
-        """What computes a block."""
+        """The implementation of a block."""
         if self.splash:
             return Splash(splash.Blocks.of(self.partition, self.scale, self.softcap))
         return Plain(self.scale, self.softcap, window)
@@ -80,20 +80,20 @@ class Plan:
 
     @property
     def split(self) -> tuple[MeshAxes, MeshAxes]:
-        """The axes that split sequences and heads; None: the partitioner splits them."""
+        """The axes that split sequences and heads; None if the partitioner splits them."""
         if not self.splash:
             return None, None
         batch, _, heads, _ = split_heads(self.partition)
         return batch, heads
 
     def empty(self, shape: Sequence[int], value: float = 0.0) -> jax.Array:
-        """A float32 array that differs between devices later."""
+        """A float32 array whose values will differ between devices."""
         empty = jnp.full(shape, value, jnp.float32)
         # the `shard_map` of a kernel does not track what differs
         return empty if self.splash else jax.lax.pcast(empty, self.axis, to="varying")
 
     def empty_like(self, tree: Tree) -> Tree:
-        """Such arrays, zeros, of the shapes of a tree."""
+        """Zeros of the shapes of a tree, as `empty` makes them."""
         return jax.tree.map(lambda x: self.empty(x.shape), tree)
 
     def send(self, tree: Tree) -> Tree:
@@ -102,7 +102,7 @@ class Plan:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
     def sum_by_position(self, x_NBTJK: jax.Array) -> jax.Array:
-        """The sum over devices of arrays of all positions. Each device sends the others their positions."""
+        """The sum over devices of arrays of all positions. Each device gets the sum at its positions."""
         free = P.UNCONSTRAINED
         split = NamedSharding(self.partition.current_mesh, P(None, free, self.axis, free, free))
         return jax.lax.with_sharding_constraint(x_NBTJK, split).sum(0)
@@ -158,7 +158,7 @@ def _normalizer(plan: Plan) -> P:
 def _forward(plan: Plan, given: Inputs) -> tuple[jax.Array, _Saved]:
     specs = _specs(plan)
     run = plan.map(_forward_of_device, (specs,), (specs[0], _normalizer(plan)))
-    # the policies of compute.remat know what is kept of attention by this name
+    # the policies of compute.remat refer to the saved arrays of attention by this name
     mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(given))
     return mixed, (given, mixed, log_z)
 
@@ -183,8 +183,8 @@ def _forward_of_device(plan: Plan, given: Inputs) -> tuple[jax.Array, jax.Array]
     q, k, v, bias, segments, window = given
     queries = _queries(plan, given)
     start = [
-        Softmax(plan.empty((*_rows(one), v.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one)))
-        for one in queries
+        Softmax(plan.empty((*_rows(query), v.shape[-1])), plan.empty(_rows(query), -jnp.inf), plan.empty(_rows(query)))
+        for query in queries
     ]
 
     blocks = plan.blocks(window)
@@ -194,8 +194,8 @@ def _forward_of_device(plan: Plan, given: Inputs) -> tuple[jax.Array, jax.Array]
 
     visit = functools.partial(_visit, plan, block, queries)
     state, _ = _all_visits(plan, visit, start, _keys(plan, k, v, segments), [None] * plan.count)
-    mixed = [one.numerator_BJGCK / one.total_BJGC[..., None] for one in state]
-    log_z = [one.largest_BJGC + jnp.log(one.total_BJGC) for one in state]
+    mixed = [softmax.numerator_BJGCK / softmax.total_BJGC[..., None] for softmax in state]
+    log_z = [softmax.largest_BJGC + jnp.log(softmax.total_BJGC) for softmax in state]
     rows = [rearrange(x, "b j g c k -> b c (j g) k").astype(q.dtype) for x in mixed]
     return jnp.concatenate(rows, axis=1), jnp.concatenate(log_z, axis=3)
 
@@ -217,15 +217,17 @@ def _backward_of_device(
 
     block = plan.blocks(window).backward
     visit, keys = functools.partial(_visit, plan, block, saved), _keys(plan, k, v, segments)
-    start = [QueryGradients(*plan.empty_like((one.q_BCJGK, one.bias_BJGCT))) for one in queries]
-    none = [KeyGradients(*plan.empty_like((one.k_BSJK, one.v_BSJK))) for one in keys]
+    start = [QueryGradients(*plan.empty_like((query.q_BCJGK, query.bias_BJGCT))) for query in queries]
+    none = [KeyGradients(*plan.empty_like((key.k_BSJK, key.v_BSJK))) for key in keys]
     dqueries, dkeys = _all_visits(plan, visit, start, keys, none)
-    dq = jnp.concatenate([rearrange(one.dq_BCJGK, "b c j g k -> b c (j g) k") for one in dqueries], axis=1)
+    dq = jnp.concatenate([rearrange(dquery.dq_BCJGK, "b c j g k -> b c (j g) k") for dquery in dqueries], axis=1)
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkeys, strict=True))
     dbias = None
     if bias is not None:
         rows = [
-            rearrange(one.dbias_BJGCT, "b j g c t -> b (j g) c t") for one in dqueries if one.dbias_BJGCT is not None
+            rearrange(dquery.dbias_BJGCT, "b j g c t -> b (j g) c t")
+            for dquery in dqueries
+            if dquery.dbias_BJGCT is not None
         ]
         dbias = jnp.concatenate(rows, axis=2).astype(bias.dtype)
     if plan.mode == "gather":
@@ -264,18 +266,18 @@ def _all_visits(
 ) -> tuple[_State, _Gradient]:
     """`state` and the gradients of the device's own keys after the keys of all devices were visited.
 
-    `visit(state, device, keys, gradients)` adds the keys of `device`, None for the own ones, to the state, and returns
-    it with the gradients of these keys. What is sent does not depend on the visit, so the compiler may overlap both:
+    `visit(state, device, keys, gradients)` adds the keys of `device` (None: this device) to the state, and returns it
+    with the gradients of these keys. What is sent does not depend on the visit, so the compiler may overlap both:
     the next keys before a visit, and the gradients of the last visit.
     """
-    own, n = jax.lax.axis_index(plan.axis), plan.devices
+    this_device, n = jax.lax.axis_index(plan.axis), plan.devices
     if plan.mode == "gather":
         return visit(state, None, keys, gradients)
 
     def later(carry: _Carry[_State, _Gradient], step: jax.Array) -> tuple[_Carry[_State, _Gradient], None]:
         state, keys, gradients = carry
         following, gradients = plan.send(keys), plan.send(gradients)
-        state, gradients = visit(state, (own - step) % n, keys, gradients)
+        state, gradients = visit(state, (this_device - step) % n, keys, gradients)
         return (state, following, gradients), None
 
     following = plan.send(keys)
@@ -285,7 +287,7 @@ def _all_visits(
     if n > 2:
         carry, _ = jax.lax.scan(later, carry, jnp.arange(1, n - 1))
     state, keys, gradients = carry
-    state, gradients = visit(state, (own + 1) % n, keys, plan.send(gradients))
+    state, gradients = visit(state, (this_device + 1) % n, keys, plan.send(gradients))
     return state, plan.send(gradients)
 
 
@@ -302,11 +304,12 @@ def _visit(
 
     With zigzag, the late queries see all early keys of any device. The early queries see the early keys of an earlier
     device, and the late queries see the late keys of a later device. Both cases are one block, whose inputs are
-    selected, so that all devices compute one program. Without zigzag, blocks that know no positions are computed for
-    later devices too, and left out.
+    selected, so that all devices compute one program. Without zigzag, blocks of the splash kernel, which ignore
+    positions, are computed for later devices too, and discarded.
     """
-    own = jax.lax.axis_index(plan.axis)
-    keys = [_placed(plan, own if device is None else device, number, one) for number, one in enumerate(sent)]
+    this_device = jax.lax.axis_index(plan.axis)
+    source = this_device if device is None else device
+    keys = [_placed(plan, source, number, chunk) for number, chunk in enumerate(sent)]
     states, gradients = list(states), list(gradients)
 
     def add(row: int, column: int, masked: bool) -> None:
@@ -321,7 +324,7 @@ def _visit(
         add(0, 0, masked=True)
         add(1, 1, masked=True)
         return states, gradients
-    earlier = device < own
+    earlier = device < this_device
 
     def pick(pair: Sequence[Tree]) -> Tree:
         return jax.tree.map(functools.partial(jnp.where, earlier), *pair)

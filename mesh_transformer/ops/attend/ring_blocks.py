@@ -30,14 +30,14 @@ class Queries(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A chunk of queries, the gradient of their output, and what the forward pass kept of them."""
+    """A chunk of queries, the gradient of their output, and the arrays that the forward pass saved."""
 
     query: Queries
     dy_BCJGK: jax.Array
     log_z_BJGC: jax.Array
     # the sum over K of output and gradient
     delta_BJGC: jax.Array
-    # the output; None: not needed
+    # the output; None if the blocks do not need it
     mixed_BCJGK: jax.Array | None
 
 
@@ -61,14 +61,14 @@ class Softmax(NamedTuple):
 
 
 class QueryGradients(NamedTuple):
-    """Of a chunk of queries, and of the bias, float32."""
+    """The gradients of a chunk of queries and of the bias, float32."""
 
     dq_BCJGK: jax.Array
     dbias_BJGCT: jax.Array | None
 
 
 class KeyGradients(NamedTuple):
-    """Of a chunk of keys and values, float32."""
+    """The gradients of a chunk of keys and values, float32."""
 
     dk_BSJK: jax.Array
     dv_BSJK: jax.Array
@@ -78,14 +78,14 @@ Gradients = tuple[QueryGradients, KeyGradients]
 
 
 class Blocks(Protocol):
-    """What computes a block."""
+    """The computation of a block."""
 
     def forward(self, query: Queries, key: Keys, masked: bool, softmax: Softmax) -> Softmax:
         """The softmax over these keys too.
 
         Args:
-            masked: some keys are later than some queries; `Splash` takes it that keys and queries have the same
-                positions. Else a query sees all keys of its window and segment.
+            masked: whether some keys are later than some queries. `Splash` then assumes that keys and queries have the
+                same positions. Without a mask, a query sees all keys of its window and segment.
         """
 
     def backward(

@@ -43,7 +43,7 @@ _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
 _HEAD_DIMS = (64, 256)
 _DTYPES = ("bfloat16", "float32")
 _MODULE = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
-# the arguments of its backward pass: those that a kernel keeps by name, then the saved arrays and the gradient
+# the arguments of its backward pass that a kernel keeps by name; saved arrays and gradient follow them
 _KEPT = (
     *("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function"),
     *("attn_logits_soft_cap", "interpret"),
@@ -51,7 +51,8 @@ _KEPT = (
 Mask = Literal["causal", "full"]
 """causal: the keys have the positions of the queries. full: a query sees all keys."""
 Segments = tuple[jax.Array, jax.Array] | None
-"""Of queries (B, T) and of keys (B, S), int32: a query sees the keys of its own segment only; None: all."""
+"""The segments of queries (B, T) and keys (B, S), int32: a query sees the keys of its own segment only. None
+for one segment."""
 _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array]
 """Queries, keys, values, segments, index of the window, output, and the logarithm of the softmax's normalizer,
 (B, H, T) float32."""
@@ -61,8 +62,8 @@ def refuses(case: Case) -> str | None:
     """See `Kernel`."""
     target, widths = case.target, (case.head_dim, case.value_dim)
     if target.platform != "tpu" or target.generation not in _GENERATIONS:
-        found = f"TPU {target.generation}" if target.platform == "tpu" else target.platform.upper()
-        return f"needs a TPU {', '.join(_GENERATIONS[:-1])} or {_GENERATIONS[-1]}, and the device is a {found}"
+        device = f"TPU {target.generation}" if target.platform == "tpu" else target.platform.upper()
+        return f"needs a TPU {', '.join(_GENERATIONS[:-1])} or {_GENERATIONS[-1]}, and the device is a {device}"
     if case.dtype not in _DTYPES:
         return f"needs compute.dtype {' or '.join(_DTYPES)}, and it is {case.dtype}"
     if case.length % _LANES:
@@ -87,7 +88,7 @@ def unsupported() -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """What is known before the arrays."""
+    """The static arguments of an attention."""
 
     partition: Partition
     scale: float
@@ -112,12 +113,12 @@ class _Plan:
     @property
     def specs(self) -> tuple[P, P, P]:
         """The splits of (B, T, H, K), (B, T) and (B, H, T)."""
-        whole = split_heads(self.partition)
-        return whole, P(whole[0]), P(whole[0], whole[2])
+        heads = split_heads(self.partition)
+        return heads, P(heads[0]), P(heads[0], heads[2])
 
 
 def attend(partition: Partition, call: Call) -> jax.Array:
-    """See `Kernel`. The policies of compute.remat know what is kept of it by the name "attn_out"."""
+    """See `Kernel`. The policies of compute.remat refer to the saved arrays by the name "attn_out"."""
     plan = _Plan(partition, call.scale, call.softcap, call.windows)
     return _attend(plan, call.q_BTHK, call.k_BTJK, call.v_BTJV, call.segments_BT, call.window_index)
 
@@ -142,26 +143,26 @@ def _forward(
     segments_BT: jax.Array | None,
     window_index: jax.Array | None,
 ) -> tuple[jax.Array, _Saved]:
-    whole, rows, normalizer = plan.specs
+    heads, rows, normalizer = plan.specs
 
     def of_device(plan: _Plan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, jax.Array]:
         return plan.of_window(functools.partial(plan.blocks.forward, "causal"), index, *arrays)
 
-    run = plan.map(of_device, (P(), whole, whole, whole, rows), (whole, normalizer))
-    found = run(window_index, q_BTHK, k_BTJK, v_BTJV, None if segments_BT is None else (segments_BT, segments_BT))
-    mixed, log_z = (checkpoint_name(x, "attn_out") for x in found)
+    run = plan.map(of_device, (P(), heads, heads, heads, rows), (heads, normalizer))
+    outputs = run(window_index, q_BTHK, k_BTJK, v_BTJV, None if segments_BT is None else (segments_BT, segments_BT))
+    mixed, log_z = (checkpoint_name(x, "attn_out") for x in outputs)
     return mixed, (q_BTHK, k_BTJK, v_BTJV, segments_BT, window_index, mixed, log_z)
 
 
 def _backward(plan: _Plan, saved: _Saved, dy_BTHV: jax.Array) -> tuple[jax.Array | None, ...]:
-    whole, rows, normalizer = plan.specs
+    heads, rows, normalizer = plan.specs
     q, k, v, segments_BT, window_index, mixed, log_z = saved
     segments = None if segments_BT is None else (segments_BT, segments_BT)
 
     def of_device(plan: _Plan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, ...]:
         return plan.of_window(functools.partial(plan.blocks.backward, "causal"), index, *arrays)
 
-    run = plan.map(of_device, (P(), whole, whole, whole, rows, whole, normalizer, whole), (whole, whole, whole))
+    run = plan.map(of_device, (P(), heads, heads, heads, rows, heads, normalizer, heads), (heads, heads, heads))
     dq, dk, dv = run(window_index, q, k, v, segments, mixed, log_z, dy_BTHV)
     return dq, dk, dv, None, None
 
@@ -214,8 +215,8 @@ class Blocks:
         """The gradients of q, k and v, of their dtypes.
 
         Args:
-            mixed_BTHV, log_z_BHT: the output and the softmax's normalizer over all keys that the queries see, of which
-                these keys may be a part.
+            mixed_BTHV, log_z_BHT: the output and the softmax's normalizer over all keys that the queries see. The given
+                keys may be a part of them.
         """
         kernel = self._kernel(mask, window, q_BTHK, k_BSJK)
         q, k, v = self._scaled(q_BTHK), _heads_first(k_BSJK), _heads_first(v_BSJV)

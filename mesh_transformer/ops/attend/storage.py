@@ -37,14 +37,14 @@ def axes_of(name: str | None) -> Axes:
 
 
 class Storage(Protocol):
-    """What a platform does with the arrays of a group."""
+    """The operations of a platform on the arrays of a group."""
 
     copies_slices: ClassVar[bool]
     """Whether XLA copies a slice of an array before it multiplies the slice."""
     late: ClassVar[bool]
-    """Whether a step of decoding writes the entries of all layers after the last layer, not each layer its own."""
+    """Whether a step of decoding defers writes: the new entries of all layers are written after the last layer."""
     rows: ClassVar[int]
-    """The fewest rows of a product. Rows that stand in for missing ones are copies, whose results are not used."""
+    """The fewest rows of a product. Missing rows are filled with copies, whose results are not used."""
 
     def write(
         self,
@@ -68,7 +68,7 @@ class Storage(Protocol):
     def read(
         self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
     ) -> jax.Array:
-        """The first `size` positions of one layer: (B, J, size, K). slots_B None: all slots."""
+        """The first `size` positions of one layer: (B, J, size, K). `slots_B` None reads all slots."""
 
     def products(self, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Products of weights, (B, T, J K) each, before they are divided into heads."""
@@ -201,19 +201,19 @@ def _placed(
     """The array with T new positions of each sequence, from index `starts_B` on. Indices outside are left out."""
     slots, heads, size, width = old.shape[1:]
     layers, _, length = new_LBTJK.shape[:3]
-    some = min(length, size)
+    count = min(length, size)
     for number, (slot, start) in enumerate(zip(slots_B, starts_B, strict=True)):
-        first = jnp.clip(start, 0, size - some)
+        first = jnp.clip(start, 0, size - count)
         place = layer, slot, 0, first, 0
-        kept = jax.lax.dynamic_slice(old, place, (layers, 1, heads, some, width))
+        kept = jax.lax.dynamic_slice(old, place, (layers, 1, heads, count, width))
         # the row of `new` that stands at index `first`
         row = first - start
-        rows = row + jnp.arange(some)
+        rows = row + jnp.arange(count)
         inside = (rows >= 0) & (rows < length) & (slot < slots)
         new = new_LBTJK[:, number : number + 1].swapaxes(2, 3)
         if length > 1:
-            padded = jnp.pad(new, [(0, 0)] * 3 + [(some, some), (0, 0)])
-            new = jax.lax.dynamic_slice_in_dim(padded, row + some, some, axis=3)
+            padded = jnp.pad(new, [(0, 0)] * 3 + [(count, count), (0, 0)])
+            new = jax.lax.dynamic_slice_in_dim(padded, row + count, count, axis=3)
         old = jax.lax.dynamic_update_slice(old, jnp.where(inside[:, None], new, kept), place)
     return old
 

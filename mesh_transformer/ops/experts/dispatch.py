@@ -23,18 +23,20 @@ _Sums = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """How the choices reach the experts.
+    """How the choices of tokens reach the experts.
 
-    exchange: where devices split the experts: tokens: each choice goes to the device of its expert and back; gather:
-    each device gets all tokens of its group. capacity_factor: of a device's tokens, an expert computes at most this
-    multiple of the choices that an expert has on average; the others are dropped. None: all are computed.
+    exchange: how devices that split the experts communicate. tokens: each choice goes to the device of its expert and
+    back. gather: each device gathers all tokens of its group.
+
+    capacity_factor: the capacity of an expert is capacity_factor x (choices of the tokens on a device / experts). Later
+    choices of a full expert are dropped. With None, the capacity is unlimited.
     """
 
     exchange: Literal["tokens", "gather"] = "tokens"
     capacity_factor: float | None = None
 
     def capacity(self, choices: int, experts: int) -> int | None:
-        """The rows of each expert for `choices` choices among `experts` experts; None: as many as there are."""
+        """The largest number of rows of an expert, for `choices` choices among `experts` experts; None if unlimited."""
         if self.capacity_factor is None:
             return None
         return min(choices, math.ceil(self.capacity_factor * choices / experts))
@@ -69,8 +71,8 @@ def apply(
         elif group.sends_choices:
             y_ND, dropped = exchanged(x_ND, choices, weights, activation, capacity, group.experts)
         else:
-            own = choices.after(group.first_expert(len(weights.in_EDF)))
-            y_ND, dropped = on_device(x_ND, own, weights, activation, capacity, all_experts=all_experts)
+            local_choices = choices.after(group.first_expert(len(weights.in_EDF)))
+            y_ND, dropped = on_device(x_ND, local_choices, weights, activation, capacity, all_experts=all_experts)
         return y_ND.reshape(x_BTD.shape), dropped.astype(jnp.float32)
 
     run = one_device if group is None else group.map(one_device)
@@ -94,7 +96,7 @@ class Group:
 
     @classmethod
     def of(cls, dispatch: Dispatch) -> Group | None:
-        """The devices of the active partition; None if one device has everything."""
+        """The devices of the active partition; None with a single device."""
         partition = active()
         if partition is None or partition.mesh.size == 1:
             return None
@@ -125,10 +127,11 @@ class Group:
         return jax.lax.axis_index(self.experts) * count if self.experts else jnp.zeros((), jnp.int32)
 
     def map(self, function: Callable[..., _Sums]) -> Callable[..., _Sums]:
-        """`function`, of three arrays of all tokens and of `Weights`, of the arrays of one device.
+        """`function` on the shards of each device: of three arrays of all tokens, and of `Weights`.
 
-        What several devices have gets a dimension of these devices, which they split. So the sum of the devices'
-        outputs, and of gradients, is made outside, where the partitioner can join it with a split that follows.
+        An array that several devices share gets a leading dimension, which these devices split. So the sums of outputs
+        and gradients over the devices are outside of the `shard_map`, where the partitioner can join a sum with a split
+        that follows.
         """
         mesh = self.partition.current_mesh
         tokens = P(self.gathers, self.mlp, self.batch, self.seq)
@@ -137,8 +140,10 @@ class Group:
         axes = tuple(dict.fromkeys((*self.gathers, *self.mlp, *self.batch, *self.seq)))
 
         def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: Weights) -> _Sums:
-            own = jax.tree.map(lambda parameter: parameter[0], parameters).with_out_bias(lambda b_E1D: b_E1D[:, 0])
-            y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], own)
+            local_parameters = jax.tree.map(lambda parameter: parameter[0], parameters).with_out_bias(
+                lambda b_E1D: b_E1D[:, 0]
+            )
+            y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], local_parameters)
             return y[None, None], dropped[None]
 
         def run(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: Weights) -> _Sums:

@@ -35,8 +35,8 @@ def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_ro
 
 @functools.cache
 def _kernel(platform: str) -> Kernel:
-    found: Kernel = importlib.import_module(f"{__package__}.{_MODULES[platform]}").KERNEL
-    return found
+    kernel: Kernel = importlib.import_module(f"{__package__}.{_MODULES[platform]}").KERNEL
+    return kernel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

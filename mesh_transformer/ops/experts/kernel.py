@@ -1,4 +1,4 @@
-"""What a platform computes for `grouped_matmul`."""
+"""The interface of the kernels of a platform for `grouped_matmul`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 Arrays = tuple[jax.Array, ...]
-# of rows or matrices, rows or matrices, and sizes
+# (rows or matrices, rows or matrices, sizes) -> products
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -21,7 +21,7 @@ class Kernel(NamedTuple):
     N rows, E groups, D input dims, F output dims of a matrix; sizes (E,) int32.
     """
 
-    # The rows of a product after the last group are any numbers.
+    # The rows of a product after the last group are undefined.
     # x (N, D), matrices (E, D, F), sizes -> (N, F) each; on a CPU a matrix may be the bits of x's dtype, uint16
     product: Callable[[jax.Array, Arrays, jax.Array], Arrays]
     # dy (N, F) of each matrix, matrices (E, D, F), sizes -> (N, D): the sum of their products

@@ -1,4 +1,4 @@
-"""The computation of routed experts: feed-forward layers, of which each token goes through the chosen ones.
+"""The computation of routed experts: each token goes through the feed-forward layers that it chose.
 
 Shapes: B sequences, T positions, N tokens, k choices of a token, D width, E experts, F width of an expert, M rows, C
 rows of each expert, n devices that split the experts, e = E / n experts of a device.
@@ -24,7 +24,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class Biases(NamedTuple):
-    """What is added to the products of the experts' matrices; None: nothing."""
+    """The biases of the experts' matrices; None for a matrix without one."""
 
     gate_EF: jax.Array | None = None
     in_EF: jax.Array | None = None
@@ -85,9 +85,9 @@ def on_device(
 
     `all_experts` says that `weights` has the expert of every choice.
 
-    A choice whose number is not that of an expert in `weights` adds nothing. With a capacity, neither do those beyond
-    the first `capacity` of an expert, the first choices of all tokens before the second (Lepikhin et al. 2020,
-    arXiv:2006.16668). Also returns the number of these, int32.
+    Choices of experts that `weights` lacks add 0. With a capacity, an expert computes its first `capacity` choices, the
+    first choices of all tokens before the second (Lepikhin et al. 2020, arXiv:2006.16668). Its later choices are
+    dropped: they add 0 too. Also returns the number of dropped choices, int32.
     """
     weights_Nk, experts_Nk = choices
     count = len(weights.in_EDF)
@@ -118,13 +118,13 @@ def exchanged(
     """As `on_device`, on the devices of a `shard_map` that split the experts over the mesh axes `axes`: `weights` has
     the e experts of the device, and `choices` are among all E. Each choice goes to the device of its expert, and its
     output comes back, by two all-to-alls."""
-    devices, own = jax.lax.axis_size(axes), len(weights.in_EDF)
+    devices, experts_per_device = jax.lax.axis_size(axes), len(weights.in_EDF)
     experts_kN = choices.experts_Nk.T
-    queues = Queues.of(experts_kN, devices * own)
+    queues = Queues.of(experts_kN, devices * experts_per_device)
     if capacity is None:
         return _exchanged_all(x_ND, choices, queues, weights, activation, axes), jnp.zeros((), jnp.int32)
     rows = _capacity_rows(queues, experts_kN, capacity)
-    sent = rearrange(spread(x_ND, rows), "(n e c) d -> n e c d", n=devices, e=own)
+    sent = rearrange(spread(x_ND, rows), "(n e c) d -> n e c d", n=devices, e=experts_per_device)
     x_ECD = rearrange(_swap(sent, axes), "n e c d -> e (n c) d")
     y_ECD = weights.apply(x_ECD, _batched_affine, activation)
     back = _swap(rearrange(y_ECD, "e (n c) d -> n e c d", n=devices), axes)
@@ -137,17 +137,17 @@ def _exchanged_all(
 ) -> jax.Array:
     """The outputs of all choices. The experts of a token differ, so at most min(k, e) of its choices go to one device:
     each device has room for N min(k, e) rows of each other device."""
-    (tokens, chosen), own = choices.experts_Nk.shape, len(weights.in_EDF)
-    size = tokens * min(chosen, own)
-    counts_ne = queues.sizes_E.reshape(-1, own)
+    (tokens, chosen), experts_per_device = choices.experts_Nk.shape, len(weights.in_EDF)
+    size = tokens * min(chosen, experts_per_device)
+    counts_ne = queues.sizes_E.reshape(-1, experts_per_device)
     ends_n = jnp.cumsum(counts_ne.sum(1))
-    device_kN = choices.experts_Nk.T // own
+    device_kN = choices.experts_Nk.T // experts_per_device
     place_kN = queues.order_kN - (ends_n - counts_ne.sum(1))[device_kN]
     rows = Rows.of(device_kN * size + place_kN, len(counts_ne) * size)
     sent = rearrange(spread(x_ND, rows), "(n m) d -> n m d", m=size)
-    # each device sends the rows of expert 0 first: the number of a row's expert is that of experts that end before it
+    # each device sends the rows of expert 0 first: a row's expert number is the number of experts that end before it
     ends_ne = jnp.cumsum(_swap(counts_ne, axes), axis=1)
-    places_nme = jax.lax.broadcasted_iota(jnp.int32, (len(ends_ne), size, own), 1)
+    places_nme = jax.lax.broadcasted_iota(jnp.int32, (len(ends_ne), size, experts_per_device), 1)
     experts_nm = (places_nme >= ends_ne[:, None]).sum(2, dtype=jnp.int32)
     x_MD = rearrange(_swap(sent, axes), "n m d -> (n m) d")
     y_MD = _of_rows(x_MD, experts_nm.reshape(-1), weights, activation)
@@ -161,7 +161,7 @@ def _swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
-    """The output of each row's expert, 0 for a row whose number is beyond them: (M, D) -> (M, D)."""
+    """The output of each row's expert, 0 for an expert number out of range: (M, D) -> (M, D)."""
     queues = Queues.of(experts_M[None], len(weights.in_EDF))
     rows = Rows.of(queues.order_kN, len(x_MD), full=True)
     return spread(grouped(spread(x_MD, rows), queues, weights, activation, all_rows=False), rows.back)
@@ -205,7 +205,7 @@ _plus_own.defvjp(_plus_own_forward, _plus_own_backward)
 
 
 def _expert_of_row(rows: int, sizes_E: jax.Array) -> jax.Array:
-    """The expert of each row, (M,) int32; E: none."""
+    """The expert of each row, (M,) int32; E for a row after the last expert's."""
     return (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes_E)[None]).sum(1, dtype=jnp.int32)
 
 

@@ -33,7 +33,7 @@ Scores = Callable[[jax.Array], jax.Array]
 
 
 def _shares(scores_BTE: jax.Array) -> jax.Array:
-    # no score can be 0 for all experts but by underflow
+    # all scores of a token are 0 only by underflow
     return scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20)
 
 
@@ -75,7 +75,7 @@ def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None
 
 
 def _of_best_groups(router: Router, ranked_BTE: jax.Array) -> jax.Array:
-    """The same with low numbers for the experts outside of the best groups."""
+    """The scores, lowered for the experts outside of the best groups."""
     grouped = rearrange(ranked_BTE, "b t (g e) -> b t g e", g=router.groups)
     score_of, outside = _GROUP_SCORES[router.group_score]
     best = jax.lax.top_k(score_of(grouped), router.top_groups)[1]
@@ -87,7 +87,7 @@ def statistics(logits_BTE: jax.Array, routing: Routing, real_BT: jax.Array | Non
     """How evenly a layer's tokens are spread over the experts, float32.
 
     Args:
-        real_BT: bool: the tokens that count; None: all.
+        real_BT: bool: the tokens that count, or None for all tokens.
 
     Returns:
         The statistics by name.
@@ -97,9 +97,9 @@ def statistics(logits_BTE: jax.Array, routing: Routing, real_BT: jax.Array | Non
           the probabilities: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961).
         - z: the mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
 
-    Inside of a `shard_map` over some of the batch, balance and z are means over the tokens there. The balance is linear
-    in P, and f is that of all tokens, so their means over these parts of the batch are those of all tokens: with
-    `real_BT`, a part has the weight of its tokens that count.
+    Inside of a `shard_map` that splits the batch, balance and z are means over the tokens of a part. The balance is
+    linear in P, and f counts all tokens, so the means over all parts are the means over all tokens: with `real_BT`, a
+    part has the weight of its tokens that count.
     """
     experts = routing.probs_BTE.shape[-1]
     chosen_BTkE = jax.nn.one_hot(routing.experts_BTk, experts, dtype=jnp.float32)

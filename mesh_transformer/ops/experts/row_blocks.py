@@ -49,7 +49,7 @@ def _product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, transpose
 
 
 def _group(number_N: jax.Array, ends_E: jax.Array) -> jax.Array:
-    """The group of each number, if group e has those below ends[e]; the last group for numbers of none."""
+    """The group of each number, if group e ends before ends[e]; the last group for numbers after the last end."""
     return jnp.minimum((number_N[:, None] >= ends_E[None]).sum(1), len(ends_E) - 1)
 
 

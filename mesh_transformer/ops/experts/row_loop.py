@@ -69,9 +69,9 @@ def _products(xs: Arrays, w_EDF: Arrays, sizes_E: jax.Array, widths: Sequence[in
             at = jnp.minimum(start + i * rows, n - rows)
             x = _joined(xs, at, rows).astype(jnp.float32)
             product = jax.lax.dot_general(x, w, (((1,), (contracted,)), ((), ()))).astype(dtype)
-            own = (at + jnp.arange(rows) >= start)[:, None]
+            in_group = (at + jnp.arange(rows) >= start)[:, None]
             new, old = _split(product, widths), _slices(ys, at, rows)
-            return _put(ys, [jnp.where(own, *pair) for pair in zip(new, old, strict=True)], at)
+            return _put(ys, [jnp.where(in_group, *pair) for pair in zip(new, old, strict=True)], at)
 
         return jax.lax.fori_loop(0, -(-size // rows), block, ys)
 
@@ -87,8 +87,8 @@ def weight_gradient(x_ND: jax.Array, dy_NF: Arrays, sizes_E: jax.Array, *, least
         def product(begin: jax.Array, rows: int) -> jax.Array:
             at = jnp.minimum(begin, len(x_ND) - rows)
             row_R = at + jnp.arange(rows)
-            own = ((row_R >= begin) & (row_R < start + size))[:, None]
-            x = jnp.where(own, jax.lax.dynamic_slice_in_dim(x_ND, at, rows), 0)
+            mask = ((row_R >= begin) & (row_R < start + size))[:, None]
+            x = jnp.where(mask, jax.lax.dynamic_slice_in_dim(x_ND, at, rows), 0)
             return jnp.matmul(x.T, _joined(dy_NF, at, rows), preferred_element_type=jnp.float32)
 
         def block(i: jax.Array, dw_DF: jax.Array) -> jax.Array:

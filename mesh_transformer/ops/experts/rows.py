@@ -24,9 +24,9 @@ class Rows:
     Choice j of token t has the number j N + t: the first choices of all tokens come first.
     """
 
-    # int32: the row of each choice; M: it has none
+    # int32: the row of each choice; M for a choice without a row
     at_kN: jax.Array
-    # int32: the token of each row, and its choice; N and k N: an empty row
+    # int32: the token of each row, and its choice; N and k N for an empty row
     token_M: jax.Array
     choice_M: jax.Array
     # whether each choice has a row and no row is empty, so that no index needs a check
@@ -37,7 +37,7 @@ class Rows:
         """A buffer of `size` rows, from the row of each choice; a choice with row `size` has none.
 
         Args:
-            full: whether each row is that of one choice.
+            full: whether every choice has a row and every row a choice.
         """
         choices, tokens = at_kN.size, at_kN.shape[1]
         numbers = jnp.arange(choices, dtype=jnp.int32)
@@ -47,18 +47,18 @@ class Rows:
 
     @property
     def back(self) -> Rows:
-        """The way back, if each token has one choice, and each row a token."""
+        """The inverse permutation. It needs one choice per token and no empty row."""
         return Rows(self.choice_M[None], self.at_kN[0], self.at_kN[0], self.full)
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """x[index]; 0 where the index is beyond x, which no index of a full buffer is."""
+        """x[index]; 0 where the index is out of bounds. The indices of a full buffer are in bounds."""
         if self.full:
             return x.at[index].get(mode="promise_in_bounds")
         return x.at[index].get(mode="fill", fill_value=0)
 
 
 class Queues(NamedTuple):
-    """The choices, sorted by expert; those of one expert by their numbers."""
+    """The choices, sorted by expert, then by number."""
 
     # int32: the place of each choice in the whole order, and in the queue of its expert
     order_kN: jax.Array
@@ -68,7 +68,7 @@ class Queues(NamedTuple):
 
     @classmethod
     def of(cls, experts_kN: jax.Array, experts: int) -> Queues:
-        """The queues of `experts` experts. Choices of expert `experts` come last: they are of no expert."""
+        """The queues of `experts` experts. The number `experts` marks a choice without an expert, which comes last."""
         flat = experts_kN.reshape(-1)
         sorted_by = jnp.argsort(flat, stable=True)
         numbers = jnp.arange(flat.size, dtype=jnp.int32)
