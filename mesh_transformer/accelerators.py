@@ -33,7 +33,7 @@ class Accelerator:
     usable_gib: float
     # clock of a TPU core, GHz; 0: a GPU
     clock_ghz: float = 0.0
-    # one direction of one link between neighbouring TPU chips, GB/s; of a GPU, half of what it sends over NVLink
+    # one direction of a link between neighbouring TPU chips, GB/s; of a GPU, half of one direction of its NVLink
     link_gb_s: float = 0.0
     # JAX devices of a chip
     devices_per_chip: int = 1
@@ -69,9 +69,9 @@ ACCELERATORS = {
 
 
 def of_device(device_kind: str) -> Accelerator | None:
-    """The accelerator of a `jax.Device.device_kind`; None if the table does not have it, such as for a CPU."""
-    found = [one for one in ACCELERATORS.values() if device_kind.startswith(one.device_kind)]
-    return max(found, key=lambda one: len(one.device_kind), default=None)
+    """The accelerator of a `jax.Device.device_kind`; None for a device that is not in the table, such as a CPU."""
+    matches = [accelerator for accelerator in ACCELERATORS.values() if device_kind.startswith(accelerator.device_kind)]
+    return max(matches, key=lambda accelerator: len(accelerator.device_kind), default=None)
 
 
 @dataclass(frozen=True)

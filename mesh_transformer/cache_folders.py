@@ -1,4 +1,4 @@
-"""The folders in which the commands keep what they can make again."""
+"""The folders of the caches of the commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def own(name: str) -> str:
 
 
 def compiled_programs() -> str:
-    """The folder of JAX's compiled programs: JAX_COMPILATION_CACHE_DIR, or one of our own."""
+    """The folder of JAX's compiled programs: JAX_COMPILATION_CACHE_DIR, or `own("compiled")`."""
     return os.environ.get("JAX_COMPILATION_CACHE_DIR", own("compiled"))
 
 
@@ -26,5 +26,5 @@ def data_sets() -> str:
 
 
 def hugging_face() -> str:
-    """The folder of huggingface_hub, for its own variable HF_HOME."""
+    """The folder of huggingface_hub: HF_HOME, or huggingface in the user's cache folder."""
     return os.path.expanduser(os.environ.get("HF_HOME") or os.path.join(user_cache(), "huggingface"))

@@ -42,7 +42,7 @@ SCRIPTS = {
 
 
 def command(name: str) -> str:
-    """What to call a command to a user: `mesh-transformer NAME` if this process was started so, or there is no
+    """The name of a command in messages: `mesh-transformer NAME` if this process was started so, or there is no
     checkout; else its script."""
     started = os.path.basename(sys.argv[0] if sys.argv else "")
     if name not in SCRIPTS or started.startswith(PROGRAM) or SHIPPED != CHECKOUT:
@@ -63,10 +63,10 @@ def check_python() -> None:
         UserError: it is not supported.
     """
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        found = ".".join(map(str, sys.version_info[:3]))
+        current = ".".join(map(str, sys.version_info[:3]))
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
         raise UserError(
-            f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: "
+            f"this is Python {current} ({sys.executable}), but {oldest} to {newest} is needed: "
             f"{way_in(wrong_python=True)}"
         )
 
@@ -87,8 +87,8 @@ def requirements() -> Iterator[None]:
 
 
 def not_installed(error: ModuleNotFoundError) -> str | None:
-    """What to do about a package that is not installed. None if the module is ours or Python's: then the program has a
-    fault."""
+    """Advice for a package that is not installed. None if the module is part of this package or of Python, which is a
+    bug."""
     name = (error.name or "").partition(".")[0]
     if not name or name == __package__ or name in sys.stdlib_module_names:
         return None
@@ -152,7 +152,7 @@ def _interrupt_main_thread() -> None:
 
 
 def way_in(*, wrong_python: bool = False) -> str:
-    """What to do, so that the commands find their packages, or a supported Python."""
+    """Advice for messages: how to make the packages, or a supported Python, available to the commands."""
     venv = os.path.join(CHECKOUT, ".venv")
     activate = os.path.join(venv, *(("Scripts", "activate") if os.name == "nt" else ("bin", "activate")))
     if os.path.exists(activate) and os.path.realpath(sys.prefix) != os.path.realpath(venv):

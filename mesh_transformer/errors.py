@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class BadDataError(UserError):
-    """A file, or a place in it, that is damaged or not of its format.
+    """A file, or a place in it, that is damaged or has another format.
 
     Args:
         place: the file, and the byte, line or row in it where that is known.
@@ -58,8 +58,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def out_of_memory(error: BaseException | None) -> RunError | None:
-    """What to tell the user of an allocation that failed, on a device or on the host; None: the error is another
-    one."""
+    """The error to report for an allocation that failed, on a device or on the host. None for any other cause."""
     text = str(error)
     of_device = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
     exhausted = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()

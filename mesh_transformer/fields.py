@@ -29,7 +29,7 @@ class Unit(SchemaText):
 
 
 class Words(SchemaText):
-    """What a field accepts, where the types of its schema do not say it."""
+    """The values that a field accepts, in words, for a schema whose types are too wide."""
 
 
 class Derived(SchemaText):
@@ -131,14 +131,14 @@ Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_prompts)]
 
 
 STACKS = SHARED, WHOLE = "layers", "whole_layers"
-"""The dimensions of parameters that are the layers of a stack: of the run whose layers the stages of a pipeline share
-out, and of a run that every stage computes whole."""
+"""The names of the layer dimension of stacked parameters: of the run of layers that is split over the pipeline stages,
+and of a run that every stage computes."""
 
 
 class Size(NamedTuple):
     """The size of a named dimension, and the field that sets it.
 
-    The size is `value`, rounded up to a multiple of `multiple`, the value of `multiple_field`, as for the vocabulary.
+    `value` is rounded up to a multiple of `multiple`, which the field `multiple_field` sets, as for the vocabulary.
     """
 
     field: str

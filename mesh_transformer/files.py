@@ -27,7 +27,7 @@ COPY_BYTES = 1 << 20
 
 
 class Writable(Protocol):
-    """What takes blocks of bytes, such as a file."""
+    """A target for blocks of bytes, such as a file."""
 
     def write(self, block: bytes, /) -> object:
         """Take a block."""
@@ -152,7 +152,7 @@ def download(path: str, start: int, stop: int | None, target: Writable) -> None:
     """Append bytes `start` to `stop` of a `gs://` object to `target` in blocks, with one request where no fault occurs.
 
     Args:
-        stop: None, or a place after the end of the object: to its end.
+        stop: end of the range, bytes. None, or a position after the end of the object: the end of the object.
 
     Raises:
         UserError: the object does not exist.
@@ -172,8 +172,8 @@ def objects(prefix: str) -> list[tuple[str, int]]:
     """
     bucket, _, name = prefix.removeprefix("gs://").partition("/")
     with _refusal_explained(prefix):
-        found = _gcs_client().list_blobs(bucket, prefix=name, retry=_retry())
-        return sorted((f"gs://{bucket}/{blob.name}", int(blob.size)) for blob in found)
+        blobs = _gcs_client().list_blobs(bucket, prefix=name, retry=_retry())
+        return sorted((f"gs://{bucket}/{blob.name}", int(blob.size)) for blob in blobs)
 
 
 def make_folder(path: str) -> None:
@@ -211,7 +211,7 @@ def list_dir(path: str) -> list[str]:
 
 def seen_from(path: str) -> str:
     """For a message about a relative path that does not exist: the current folder, which may be the mistake. Empty for
-    others."""
+    an absolute path, a URL, or a path that exists."""
     relative = not is_remote(path) and not os.path.isabs(path) and not os.path.exists(path)
     return f" (the current folder is {os.getcwd()})" if relative else ""
 

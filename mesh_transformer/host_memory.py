@@ -1,4 +1,4 @@
-"""The memory of this machine that this process can still take.
+"""The memory of this machine that this process can still allocate.
 
 On Linux, the kernel's estimate and the limits of control groups (cgroups, version 1 and 2). Elsewhere psutil, if it is
 installed.
@@ -54,18 +54,18 @@ _VERSION_2 = _Files(
 
 
 def available() -> HostMemory | None:
-    """The smaller of what the machine has and what the control groups of this process allow. None: it is not known."""
+    """The least of the memory of the machine and of the control groups of this process. None: unknown."""
     if (machine := _of_machine()) is None:
         return None
-    found = [(machine, "this machine")]
-    found += [(left, f"the control group {folder}") for folder, left in _of_groups()]
-    return HostMemory(*min(found), _pool())
+    limits = [(machine, "this machine")]
+    limits += [(left, f"the control group {folder}") for folder, left in _of_groups()]
+    return HostMemory(*min(limits), _pool())
 
 
 def _of_machine() -> int | None:
     """Bytes that can be allocated without swapping."""
-    if found := re.search(r"^MemAvailable:\s+(\d+) kB$", _text("proc/meminfo"), re.MULTILINE):
-        return int(found[1]) << 10
+    if match := re.search(r"^MemAvailable:\s+(\d+) kB$", _text("proc/meminfo"), re.MULTILINE):
+        return int(match[1]) << 10
     try:
         return int(importlib.import_module("psutil").virtual_memory().available)
     except ImportError:
@@ -73,8 +73,7 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[tuple[str, int]]:
-    """The control groups of this process that have a limit: its own and those around it. Their folder, and the bytes
-    that are left."""
+    """(folder, bytes left) of each control group of this process that has a limit, innermost group first."""
     for mount, inside, files in _hierarchies():
         for folder in (inside, *inside.parents):
             if not folder.is_relative_to(mount):
@@ -89,8 +88,8 @@ def _hierarchies() -> Iterator[tuple[Path, Path, _Files]]:
     """The mounted hierarchies of control groups that count memory: the folder of the mount, and of this process."""
     groups = dict(re.findall(r"^\d+:(.*?):(.*)$", _text("proc/self/cgroup"), re.MULTILINE))
     of_memory = next((path for names, path in groups.items() if "memory" in names.split(",")), None)
-    for found in _MOUNT.findall(_text("proc/self/mountinfo")):
-        root, mount, kind, options = map(_unescaped, found)
+    for fields in _MOUNT.findall(_text("proc/self/mountinfo")):
+        root, mount, kind, options = map(_unescaped, fields)
         if kind == "cgroup2":
             path, files = groups.get(""), _VERSION_2
         elif "memory" in options.split(","):
@@ -122,7 +121,7 @@ def _pool() -> str:
 
 def _unescaped(field: str) -> str:
     """A field of mountinfo, in which a space is \\040."""
-    return re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), field)
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _number(path: Path) -> int | None:

@@ -65,7 +65,7 @@ def is_name(path: str) -> bool:
 
 def as_name(path: str) -> str | None:
     """The hub's name that a user may mean: `path` is ORG/NAME or ORG/NAME@REVISION and no local folder, or the web
-    address of a model. None for others, and for a path in a local folder that exists."""
+    address of a model. None for any other text, and for a path in a local folder that exists."""
     address = _ADDRESS.fullmatch(path)
     if address is not None:
         return f"{PREFIX}{address['name']}" + (f"@{address['revision']}" if address["revision"] else "")
@@ -178,7 +178,7 @@ def push(folder: str, path: str) -> str:
 
 
 class DatasetName(NamedTuple):
-    """A data set on the hub: its repository, and the folder and the split in it; empty or None: all of it."""
+    """A data set on the hub. An empty folder is the whole repository; without a split, all splits are read."""
 
     repository: Repository
     folder: str
@@ -259,7 +259,7 @@ def _file_of(path: str) -> tuple[str, str, str]:
 
 @functools.cache
 def _description(path: str) -> str:
-    """The folder with the files that are not weights. Its name is the commit."""
+    """The folder with the config and the tokenizer. Its name is the commit."""
     return _download(path, parse(path), (*CONFIG_FILES, *TOKENIZER_FILES))
 
 

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# cores in use that count as work; measured: 0.003 for a worker of which all threads wait, with JAX's heartbeats and
-# gloo
+# cores in use that count as work; measured: 0.003 for a worker whose threads all wait, with JAX's heartbeats and gloo
 MIN_CORES = 0.02
 # the average of the cores in use is over this time
 WINDOW_S = 3.0

@@ -170,8 +170,8 @@ class Transfer:
         with self._lock:
             self._done += n_bytes
             rate = self._done / max(time.monotonic() - self._began, 1e-9) / _MEGABYTE
-            whole = self._done >= self._total
-            shown = -(-self._total // _MEGABYTE) if whole else self._done // _MEGABYTE
+            complete = self._done >= self._total
+            shown = -(-self._total // _MEGABYTE) if complete else self._done // _MEGABYTE
             self._progress.update(shown, rate=f"{rate:.0f} MB/s")
 
 
@@ -253,7 +253,7 @@ def cut_broken_end(path: str, value: Callable[[Any], bool] = is_number) -> None:
                 end, broken = file.tell(), b""
             elif not broken:
                 broken = line.strip()
-        # a kill cuts a record short, and leaves no complete line
+        # a kill cuts a record short: the line has no end
         if broken and end == 0 and line.endswith(b"\n"):
             raise UserError(
                 f"{path} has no record of a step, so it is not the metrics file of a run: choose another "
@@ -266,7 +266,7 @@ def cut_broken_end(path: str, value: Callable[[Any], bool] = is_number) -> None:
 
 
 def _record(line: bytes, is_value: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The record on a line of a metrics file: a step, and values or null. None if the line is anything else."""
+    """The record on a line of a metrics file: a step, and values or null. None for a malformed line."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict) or type(record.get("step")) is not int:

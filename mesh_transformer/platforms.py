@@ -26,7 +26,7 @@ _CACHE_SETTINGS = {
 HEARTBEAT_TIMEOUT_S = 20
 # time for the other processes to end for the same reason
 LEAVE_S = 5
-# the values of "auto" on a CPU, and elsewhere
+# the values of "auto": on a CPU, and on a GPU or TPU
 _AUTO = {"dtype": ("float32", "bfloat16"), "remat": ("none", "full"), "logits_mib": (128, 1024)}
 # values of JAX_PLATFORMS: the device, and the extra of pyproject.toml for it
 _PLATFORMS = {"cuda": ("GPU", "cuda"), "gpu": ("GPU", "cuda"), "tpu": ("TPU", "tpu")}
@@ -71,12 +71,12 @@ def open_devices() -> None:
 def join_job() -> None:
     """Join the other processes of the job, if the environment names any.
 
-    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or those
-    of Slurm's `srun`. Without them this process runs alone. A process has all devices that its host shows it. CPUs
-    communicate over gloo. Call this before the first use of a device.
+    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the
+    variables of Slurm's `srun`. Without them this process runs alone. A process has all devices that its host shows
+    it. CPUs communicate over gloo. Call this before the first use of a device.
 
-    Process 0 listens only at that address, because JAX's coordinator has no authentication. If the others reach process
-    0 by an address that its machine does not have, it listens at JAX_COORDINATOR_BIND_ADDRESS instead.
+    Process 0 listens only at that address, because JAX's coordinator has no authentication. If the other processes
+    reach process 0 by an address that its machine does not have, it listens at JAX_COORDINATOR_BIND_ADDRESS instead.
 
     Raises:
         UserError: only some of the variables are set, one is not a number, or process 0 cannot listen at the address.
@@ -110,7 +110,7 @@ def join_job() -> None:
 
 
 def _job_variables() -> dict[str, str | None]:
-    """The values of _ENVIRONMENT: as they are set, or, if none is, those of the step that Slurm's `srun` started."""
+    """The values of _ENVIRONMENT. If none is set, they follow from the variables of Slurm's `srun`, if it set them."""
     given = {name: os.environ.get(name) for name in _ENVIRONMENT}
     if any(given.values()) or not all(name in os.environ for name in _SLURM):
         return given
@@ -136,8 +136,8 @@ def _share_compile_cache() -> None:
     """Let all processes of a job on CPU read the programs that process 0 has stored.
 
     JAX's keys contain a fingerprint of the topology. On CPU it differs between processes, and only process 0 stores
-    programs, so the others would compile all of them at each start. With the function that JAX uses for platforms
-    without a fingerprint, the keys contain the kinds of the devices instead.
+    programs, so the other processes would compile all of them at each start. With the function that JAX uses for
+    platforms without a fingerprint, the keys contain the kinds of the devices instead.
     """
     from jax._src import cache_key
 
@@ -153,10 +153,10 @@ def _check_can_listen(address: str) -> None:
             raise ValueError(f"{port!r:.20} is not a port from 1 to 65535")
         if ":" in host.strip("[]") and not (host.startswith("[") and host.endswith("]")):
             raise ValueError("an IPv6 address needs brackets: [ADDRESS]:PORT")
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise UserError(f"JAX_COORDINATOR_ADDRESS {address}: give HOST:PORT of process 0 ({error})") from error
-    for family, *_, place in found:
+    for family, *_, place in addresses:
         try:
             with socket.socket(family) as probe:
                 # as the coordinator does
@@ -175,7 +175,7 @@ def _check_can_listen(address: str) -> None:
 
 
 def leave_job(code: int) -> None:
-    """After an error, end this process if it is one of several: together with the others if they end too, else alone.
+    """After an error, end this process of a job of several processes: with the other processes if they end, else alone.
 
     JAX's own exit waits 300 s for the other processes, which may wait for this one.
     """
@@ -260,13 +260,13 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     Raises:
         UserError: MEGASCALE_NUM_SLICES is not a number.
     """
-    found: dict[int, list[jax.Device]] = defaultdict(list)
+    slices: dict[int, list[jax.Device]] = defaultdict(list)
     count = _count_of_slices() if devices[0].platform != "tpu" else 0
     processes = 1 + max(device.process_index for device in devices)
     for device in devices:
         number = device.process_index * count // processes if count else getattr(device, "slice_index", 0)
-        found[number].append(device)
-    return [found[number] for number in sorted(found)]
+        slices[number].append(device)
+    return [slices[number] for number in sorted(slices)]
 
 
 def _count_of_slices() -> int:

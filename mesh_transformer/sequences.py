@@ -13,10 +13,9 @@ class Example(NamedTuple):
 
     Args:
         tokens: int32 (n,).
-        documents: int64: the lengths of its documents, in order; what follows them is padding. None: the record does
-            not say.
-        loss: int64: the lengths of alternating runs of tokens, the first one not learned; what follows them is not
-            learned. None: all tokens are learned.
+        documents: int64: the lengths of its documents, in order; the tokens after them are padding. None: unknown.
+        loss: int64: the lengths of alternating runs of tokens, the first one not learned; the tokens after them
+            are not learned. None: all tokens are learned.
     """
 
     tokens: np.ndarray
@@ -36,18 +35,18 @@ class Sequences(NamedTuple):
     # int32 (..., T + 1): the number of each token's document in its sequence, from 1; 0: padding. Documents follow one
     # another. None: a sequence is one document
     documents: Any = None
-    # bool (..., T + 1): whether the loss counts the prediction of this token. None: all
+    # bool (..., T + 1): whether the loss counts the prediction of this token. None: it counts every prediction
     learned: Any = None
     # int32 (...): the source of each sequence, by its place among the names of a mixture. None: there is one source
     sources: Any = None
 
     def map(self, change: Callable[[Any], Any]) -> Sequences:
-        """The same with each array changed."""
+        """The batch with `change` applied to each array."""
         return Sequences(*(None if array is None else change(array) for array in self))
 
     @property
     def weighted(self) -> bool:
-        """Whether some targets may not count in the loss."""
+        """Whether the loss may exclude targets."""
         return self.documents is not None or self.learned is not None
 
     @property
@@ -60,8 +59,8 @@ class Sequences(NamedTuple):
         """Examples of equal length, one a sequence: (B, T + 1).
 
         Args:
-            documents: whether the sequences have documents; otherwise those of the examples are ignored.
-            learned: whether they have a loss mask; otherwise those of the examples are ignored.
+            documents: whether the sequences have documents; if not, the documents of the examples are ignored.
+            learned: whether the sequences have a loss mask; if not, the masks of the examples are ignored.
         """
         return cls(
             np.stack([example.tokens for example in examples]),

@@ -142,13 +142,13 @@ def several(name: str) -> tuple[int, SliceType]:
     Raises:
         UserError: the number or the type is unknown.
     """
-    count, separator, one = name.strip().partition("x")
+    count, separator, type_name = name.strip().partition("x")
     # a type such as v7x-8 has an x too
     if not separator or not count.isdigit():
         return 1, parse(name)
     if not 1 <= int(count) <= MAX_SLICES:
         raise UserError(f"{name!r}: expected 1 to {MAX_SLICES} slices, such as 2xv5e-16")
-    kind = parse(one)
+    kind = parse(type_name)
     check_count(kind, int(count))
     return int(count), kind
 
@@ -174,7 +174,7 @@ def parse(name: str) -> SliceType:
 
 
 def check_count(kind: SliceType, count: int) -> None:
-    """Raises UserError if a program cannot run on so many slices of this type."""
+    """Raises UserError if a program cannot run on `count` slices of this type."""
     if count < 1:
         raise UserError(f"--slices {count}: must be 1 or more")
     if count > 1 and not kind.generation.multislice:

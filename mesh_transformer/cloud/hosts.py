@@ -67,8 +67,8 @@ class Access:
                     f"no SSH key {self.key_file}: create one with `ssh-keygen -t ed25519 -f {self.key_file}`"
                 )
             return [path]
-        found = [os.path.expanduser(path) for path in KEY_FILES]
-        return [path for path in found if os.path.isfile(path)][:1]
+        paths = [os.path.expanduser(path) for path in KEY_FILES]
+        return [path for path in paths if os.path.isfile(path)][:1]
 
 
 @dataclass(frozen=True)

@@ -237,14 +237,14 @@ def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
     packed = f"{STATE_FOLDER}/logs.tar.gz"
     command = shell.join(_script(provisioned.code, "pod_logs.sh"), HomePath(STATE_FOLDER), HomePath(packed))
     outcomes = pod.run(command, check=False, doing="packing logs")
-    there = [outcome.host.worker_id for outcome in outcomes if outcome.code == 0]
+    worker_ids = [outcome.host.worker_id for outcome in outcomes if outcome.code == 0]
     with tempfile.TemporaryDirectory() as scratch:
-        pod.get(packed, lambda host: f"{scratch}/{host.worker_id}", there)
-        for worker_id in there:
+        pod.get(packed, lambda host: f"{scratch}/{host.worker_id}", worker_ids)
+        for worker_id in worker_ids:
             with tarfile.open(f"{scratch}/{worker_id}") as tar:
                 tar.extractall(os.path.join(folder, f"w{worker_id}"), filter="data")
-    if len(there) < len(pod.hosts):
-        pod.run(command, [host.worker_id for host in pod.hosts if host.worker_id not in there])
+    if len(worker_ids) < len(pod.hosts):
+        pod.run(command, [host.worker_id for host in pod.hosts if host.worker_id not in worker_ids])
 
 
 def _artifacts(code: Archive, environment: HostEnvironment, root: str) -> Artifacts:
@@ -310,8 +310,8 @@ def _start_ray(pod: Pod, join: JoinOptions, ray: Word, code: str) -> None:
     ]
 
     def command(host: Host) -> str:
-        own = f"--node-ip-address={host.address}", f'--resources={{"tpu_worker_{host.worker_id}": 1}}'
-        arguments = (f"--address={join.head}", *own, "--disable-usage-stats", *join.arguments)
+        node_options = f"--node-ip-address={host.address}", f'--resources={{"tpu_worker_{host.worker_id}": 1}}'
+        arguments = (f"--address={join.head}", *node_options, "--disable-usage-stats", *join.arguments)
         start = shell.join("env", *settings, ray, "start", *arguments)
         fingerprint = hashlib.sha256(f"{start}{token}".encode()).hexdigest()[:HASH_LENGTH]
         run = shell.join("scripts/pod_ray.sh", "start", HomePath(STATE_FOLDER), fingerprint)

@@ -108,7 +108,7 @@ class Tpu:
     @property
     def external(self) -> tuple[str, ...]:
         """The external addresses of all hosts; "" for a host without one."""
-        return tuple(address for one in self.slices for address in one.external)
+        return tuple(address for tpu_slice in self.slices for address in tpu_slice.external)
 
     def hosts(self, *, external: bool = False) -> tuple[Host, ...]:
         """The hosts with internal or external addresses, by slice, then by TPU worker ID. A host's number counts over
@@ -116,8 +116,8 @@ class Tpu:
         several = len(self.slices) > 1
         addresses = [
             (slice_id if several else None, address)
-            for slice_id, one in enumerate(self.slices)
-            for address in (one.external if external else one.internal)
+            for slice_id, tpu_slice in enumerate(self.slices)
+            for address in (tpu_slice.external if external else tpu_slice.internal)
         ]
         return tuple(Host(number, address, slice_id) for number, (slice_id, address) in enumerate(addresses))
 
@@ -151,7 +151,7 @@ def tpu_of(name: str, nodes: Sequence[Any | None], queued: Any | None) -> Tpu:
     return Tpu(
         name=name,
         type=spec.accelerator_type,
-        phase=min((one.phase for one in slices), key=_PRECEDENCE.index),
+        phase=min((tpu_slice.phase for tpu_slice in slices), key=_PRECEDENCE.index),
         state=_words(names, nodes, queued_state),
         tier=tier,
         runtime_version=spec.runtime_version,

@@ -63,13 +63,13 @@ class Tpus:
             return None
         names = slice_names(queued) if queued is not None else ()
         if name in names:
-            whole = _short_name(queued_name)
-            raise UserError(f"{name} is one of the {len(names)} slices of TPU {whole}: give the name {whole}")
+            tpu_name = _short_name(queued_name)
+            raise UserError(f"{name} is one of the {len(names)} slices of TPU {tpu_name}: give the name {tpu_name}")
         if not names:
             return tpu_of(name, [node], queued)
         # one call for any number of slices
         nodes = self._listed(self._client.list_nodes, doing)
-        return tpu_of(name, [nodes.get(one) for one in names], queued)
+        return tpu_of(name, [nodes.get(slice_name) for slice_name in names], queued)
 
     def describe(self, name: str) -> Tpu:
         """The TPU of that name.
@@ -87,13 +87,13 @@ class Tpus:
         doing = f"listing the TPUs of {self.zone}"
         nodes = self._listed(self._client.list_nodes, doing)
         entries = self._listed(self._client.list_queued_resources, doing)
-        found = []
+        tpus = []
         for own_name, entry in entries.items():
             several = slice_names(entry)
             name = own_name if several else entry.tpu.node_spec[0].node_id or own_name
-            found.append(tpu_of(name, [nodes.pop(one, None) for one in several or (name,)], entry))
-        found += [tpu_of(name, [node], None) for name, node in nodes.items()]
-        return sorted(found, key=lambda tpu: tpu.name)
+            tpus.append(tpu_of(name, [nodes.pop(node_name, None) for node_name in several or (name,)], entry))
+        tpus += [tpu_of(name, [node], None) for name, node in nodes.items()]
+        return sorted(tpus, key=lambda tpu: tpu.name)
 
     def create(self, request: TpuRequest, timeout_s: float = DAY_S) -> Tpu:
         """Create a TPU, or wait for one of that name that is being created. Returns when it is ready.
@@ -126,9 +126,9 @@ class Tpus:
         """
         keys, doing = {}, f"reading the SSH host keys of TPU {tpu.name}"
         # the API counts workers within a slice
-        workers = [(one, str(index)) for one in tpu.slices for index in range(len(one.internal))]
-        for worker_id, (one, index) in enumerate(workers):
-            fields = {"name": self._node_name(one.name), "worker_ids": [index]}
+        workers = [(tpu_slice, str(index)) for tpu_slice in tpu.slices for index in range(len(tpu_slice.internal))]
+        for worker_id, (tpu_slice, index) in enumerate(workers):
+            fields = {"name": self._node_name(tpu_slice.name), "worker_ids": [index]}
             answer = call(self._client.get_guest_attributes, doing, self.timing, **fields)
             entries = [entry for attributes in answer.guest_attributes for entry in attributes.query_value.items]
             keys[worker_id] = [
@@ -160,7 +160,7 @@ class Tpus:
             if tpu.phase is TpuPhase.READY:
                 return tpu
             if tpu.phase is TpuPhase.STOPPED:
-                stopped = next(one.name for one in tpu.slices if one.phase is TpuPhase.STOPPED)
+                stopped = next(tpu_slice.name for tpu_slice in tpu.slices if tpu_slice.phase is TpuPhase.STOPPED)
                 raise UserError(
                     f"TPU {tpu.name} is {tpu.state}: start it with `gcloud compute tpus tpu-vm start {stopped} --zone "
                     f"{self.zone}`, or delete it"
@@ -250,7 +250,7 @@ class Tpus:
         """All nodes or queued resources by name."""
         # further pages of the list can fail too
         with translated_errors(doing):
-            return {_short_name(one.name): one for one in call(method, doing, self.timing, parent=self.parent)}
+            return {_short_name(entry.name): entry for entry in call(method, doing, self.timing, parent=self.parent)}
 
     def _node_name(self, name: str) -> str:
         return f"{self.parent}/nodes/{name}"

@@ -58,9 +58,9 @@ class Job:
 def run_name(config: Config) -> str:
     """A short name for the run, unique for its folder: letters, digits, - and _."""
     root = config.checkpoint.root
-    whole = root if files.is_remote(root) else os.path.abspath(root)
-    last = "".join(c if c.isalnum() and c.isascii() else "_" for c in os.path.basename(whole.rstrip("/")))
-    return f"{last[:40]}-{hashlib.sha256(whole.encode()).hexdigest()[:10]}"
+    path = root if files.is_remote(root) else os.path.abspath(root)
+    last = "".join(c if c.isalnum() and c.isascii() else "_" for c in os.path.basename(path.rstrip("/")))
+    return f"{last[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:10]}"
 
 
 @dataclasses.dataclass(frozen=True)

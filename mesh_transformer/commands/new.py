@@ -17,7 +17,7 @@ from mesh_transformer.runtime import cli
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, ask for the answers that are missing, and write the config."""
     given = _parser().parse_args(arguments)
-    # --help needs none of it
+    # imported late, so that --help takes little time
     from mesh_transformer.runtime.new import answers
 
     answers.check_name(given.name, given.overwrite)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = " ".join(f"--{name} {name.upper()}" for name in missing)
         raise UserError(f"no terminal to ask on: give {options}")
     texts |= {name: answers.ask(name) for name in missing}
-    found = answers.Answers(
+    user_answers = answers.Answers(
         goal=answers.goal(texts["goal"]),
         model=texts["model"].strip(),
         data=texts["data"].strip(),
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cli.starting()
     from mesh_transformer.runtime.new import command
 
-    return command.run(found, texts, cli.fields(command.NewOptions, given))
+    return command.run(user_answers, texts, cli.fields(command.NewOptions, given))
 
 
 def _parser() -> argparse.ArgumentParser:

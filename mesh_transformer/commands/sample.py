@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of infer.requests.OPTIONS, and those that are not in that table."""
+    """Add the options of infer.requests.OPTIONS, and the options of this command."""
     from mesh_transformer.infer.requests import OPTIONS
 
     parser.add_argument(

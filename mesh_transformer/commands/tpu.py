@@ -54,10 +54,10 @@ def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
 
 
 def _list(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    found = tpus.all()
-    for tpu in found:
+    all_tpus = tpus.all()
+    for tpu in all_tpus:
         _say(f"{tpu.name:24} {tpu.size:16} {tpu.tier:12} {plural(len(tpu.hosts()), 'host'):10} {tpu.state}")
-    if not found:
+    if not all_tpus:
         _say(f"no TPUs in {tpus.zone} of {tpus.project}")
 
 

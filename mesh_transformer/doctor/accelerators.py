@@ -47,7 +47,7 @@ class Gpu(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def smi() -> child.Ended | None:
-    """What nvidia-smi says; None: there is no such program."""
+    """The result of nvidia-smi; None: it is not on the PATH."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -68,16 +68,16 @@ def gpus() -> list[Gpu]:
 
 def tpus() -> list[str]:
     """The generation of each TPU chip of this machine."""
-    found = []
+    generations = []
     for device in sorted(PCI.glob("*")):
         if _text(device / "vendor") == _GOOGLE and (name := _TPUS.get(_text(device / "device"))):
-            found.append(name)
-    return found
+            generations.append(name)
+    return generations
 
 
 def nvidia() -> Iterator[Finding]:
     """The NVIDIA GPUs, and whether their driver is new enough for the CUDA of JAX's plugin."""
-    ended, found = smi(), gpus()
+    ended, nvidia_gpus = smi(), gpus()
     if ended is None and DRIVER_FILE.exists():
         mend = "start the container with all of the driver: docker run --gpus all"
         yield problem("the kernel has the NVIDIA driver, but there is no nvidia-smi on the PATH", mend)
@@ -85,15 +85,15 @@ def nvidia() -> Iterator[Finding]:
         yield ok("no NVIDIA GPU (there is no nvidia-smi on the PATH)")
     elif ended.code is None:
         yield problem(f"nvidia-smi does not end ({SMI_S:g} s): the driver hangs", "restart the machine")
-    elif not found:
+    elif not nvidia_gpus:
         mend = "install the driver (nvidia.com/drivers), or restart the machine after its update"
         yield problem(f"nvidia-smi finds no GPU: {ended.reason}", mend)
     else:
-        for gpu in dict.fromkeys(gpu._replace(used=0) for gpu in found):
-            count = sum(other._replace(used=0) == gpu for other in found)
+        for gpu in dict.fromkeys(gpu._replace(used=0) for gpu in nvidia_gpus):
+            count = sum(other._replace(used=0) == gpu for other in nvidia_gpus)
             yield ok(f"{count} x {gpu.name}, {gpu.total:,} MiB each, driver {gpu.driver}")
-        yield from _too_old(found[0])
-        yield from _in_use(found)
+        yield from _too_old(nvidia_gpus[0])
+        yield from _in_use(nvidia_gpus)
 
 
 def _too_old(gpu: Gpu) -> Iterator[Finding]:
@@ -107,16 +107,16 @@ def _too_old(gpu: Gpu) -> Iterator[Finding]:
             yield problem(f"driver {gpu.driver} is too old for the plugin for CUDA {major}: it needs {oldest}", mend)
         needed = OLDEST_CAPABILITY.get(major, (0, 0))
         if _numbers(gpu.capability) and _numbers(gpu.capability) < needed:
-            found = (
+            fault = (
                 f"{gpu.name} has compute capability {gpu.capability}, but CUDA {major} needs {needed[0]}.{needed[1]}"
             )
             yield problem(
-                found, f"pip uninstall jax-cuda{major}-plugin jax-cuda{major}-pjrt; pip install 'jax[cuda12]'"
+                fault, f"pip uninstall jax-cuda{major}-plugin jax-cuda{major}-pjrt; pip install 'jax[cuda12]'"
             )
 
 
-def _in_use(found: list[Gpu]) -> Iterator[Finding]:
-    busy = [gpu for gpu in found if gpu.used > gpu.total / 4]
+def _in_use(nvidia_gpus: list[Gpu]) -> Iterator[Finding]:
+    busy = [gpu for gpu in nvidia_gpus if gpu.used > gpu.total / 4]
     if busy:
         most = max(gpu.used for gpu in busy)
         used = f"other programs hold memory of {plural(len(busy), 'GPU')}, up to {most:,} MiB"
@@ -125,11 +125,11 @@ def _in_use(found: list[Gpu]) -> Iterator[Finding]:
 
 def tpu() -> Iterator[Finding]:
     """The TPU chips, and whether libtpu is there for them."""
-    found = tpus()
-    if not found:
+    generations = tpus()
+    if not generations:
         yield ok("no TPU chip")
         return
-    yield ok(f"{plural(len(found), 'chip')} {found[0]}")
+    yield ok(f"{plural(len(generations), 'chip')} {generations[0]}")
     if not {"libtpu", "libtpu-nightly"} & packages.plugins().keys():
         yield problem("libtpu, which JAX needs for them, is not installed", packages.install("tpu"))
 
@@ -141,8 +141,8 @@ def _mebibytes(field: str) -> int:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The numbers of `580.65.06`; empty if it does not begin with one."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _text(path: Path) -> str:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
-# of each output of a program, its last bytes
+# bytes that are kept, from the end of each output of a program
 _KEPT_BYTES = 20_000
 # a process in a system call of a driver that hangs does not end when it is killed
 _KILL_S = 2.0

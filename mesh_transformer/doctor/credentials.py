@@ -48,7 +48,7 @@ def aws() -> Iterator[Finding]:
 
 
 def _present(variables: tuple[str, ...], file: str, needs: str, login: str) -> Finding:
-    """Whether one of the variables, or else a file, has credentials. The first that is there counts."""
+    """Whether one of the variables, or else a file, has credentials. The first one that exists counts."""
     name = next((name for name in variables if os.environ.get(name)), None)
     if name is not None:
         return ok(f"in the variable {name}")
@@ -92,17 +92,17 @@ def pods() -> Iterator[Finding]:
     keys = [path for path in map(os.path.expanduser, KEY_FILES) if os.path.isfile(path)]
     agent = ["the agent"] if os.environ.get("SSH_AUTH_SOCK") else []
     yield from filter(None, map(_private, keys[:1]))
-    found = [
+    prerequisites = [
         f"the project in {project}" if project else "no project (--project, or GOOGLE_CLOUD_PROJECT)",
         f"SSH keys: {listed([*agent, *keys[:1]])}" if agent or keys else "no SSH key",
         "gcloud" if shutil.which("gcloud") else "no gcloud (optional)",
     ]
     create = "" if keys or agent else f"for TPU pods ssh-keygen -t ed25519 -f {KEY_FILES[0]}"
-    yield ok(", ".join(found), create)
+    yield ok(", ".join(prerequisites), create)
 
 
 def _private(path: str) -> Finding | None:
-    """A warning if others of this machine can read the file."""
+    """A warning if other users of this machine can read the file."""
     if os.name == "nt" or not os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         return None
     return warning(f"others of this machine can use {path}", f"chmod 600 {path}")

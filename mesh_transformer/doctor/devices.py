@@ -28,7 +28,7 @@ print("\\n" + json.dumps({"devices": found}))
 """
 # the child must not take the memory that a program of the same GPU will want
 _ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-# what the child printed, and the mend. The first two are of xla/stream_executor/tpu/tpu_initializer_framework_helper.cc
+# a pattern of the output, and the mend; the first two of xla/stream_executor/tpu/tpu_initializer_framework_helper.cc
 _FAILURES = (
     (r"TPU is already in use by process with pid (\d+)", r"ps -fp \1 shows the process: end it, or wait for its end"),
     (
@@ -59,11 +59,11 @@ def devices(limit_s: float) -> Iterator[Finding]:
     elif ended.code != 0:
         yield _failure(ended)
     else:
-        found = [tuple(device) for device in json.loads(ended.output.strip().splitlines()[-1])["devices"]]
-        for (platform, kind, limit), count in Counter(found).items():
+        jax_devices = [tuple(device) for device in json.loads(ended.output.strip().splitlines()[-1])["devices"]]
+        for (platform, kind, limit), count in Counter(jax_devices).items():
             size = f", {byte_size(limit)} for programs on each" if limit else ""
             yield ok(f"{count} x {platform if kind == platform else f'{platform} ({kind})'}{size}")
-        yield from _left_out({device[0] for device in found}, ended)
+        yield from _left_out({device[0] for device in jax_devices}, ended)
 
 
 def _why_it_waits() -> str:
@@ -93,7 +93,7 @@ def _failure(ended: child.Ended) -> Finding:
 
 
 def _left_out(platforms: set[str], ended: child.Ended) -> Iterator[Finding]:
-    """The hardware that JAX does not use, though nobody told it so."""
+    """TPU chips and GPUs that JAX does not use, though no variable selects a platform."""
     if os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME"):
         return
     reason = f": {ended.errors.strip().splitlines()[-1][:300]}" if ended.errors.strip() else ""

@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The findings of a check: the lines of the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Finding(NamedTuple):
 
     Args:
         level: OK; WARNING: a command may be slow or surprise; PROBLEM: a command will fail.
-        found: what was found.
+        found: the state of the machine that the check found.
         mend: the command to run or the change to make; empty: none.
     """
 
@@ -26,16 +26,16 @@ class Finding(NamedTuple):
 Check = Callable[[], Iterator[Finding]]
 
 
-def ok(found: str, mend: str = "") -> Finding:
-    """Nothing is wrong; `mend` is for those who need more."""
-    return Finding(OK, found, mend)
+def ok(text: str, mend: str = "") -> Finding:
+    """A state without a fault. `mend` is optional advice."""
+    return Finding(OK, text, mend)
 
 
-def warning(found: str, mend: str) -> Finding:
-    """Something that may be slow or surprise."""
-    return Finding(WARNING, found, mend)
+def warning(text: str, mend: str) -> Finding:
+    """A state that may make a command slow or surprising."""
+    return Finding(WARNING, text, mend)
 
 
-def problem(found: str, mend: str) -> Finding:
-    """Something that makes a command fail."""
-    return Finding(PROBLEM, found, mend)
+def problem(text: str, mend: str) -> Finding:
+    """A state that makes a command fail."""
+    return Finding(PROBLEM, text, mend)

@@ -22,24 +22,24 @@ LEAST_MEMORY = 2_000_000_000
 SMALL_DISK, FULL_DISK = 10_000_000_000, 1_000_000_000
 # a cache of the hub may have a million files, on a slow disk
 COUNT_S = 5.0
-# below it is the limit of the cores of control groups
+# the root of the file system, with the CPU limits of control groups
 ROOT = Path("/")
 PORTS = {
     5000: ("serve", "add --port 5001 to serve"),
     6379: ("a Ray cluster", "ray stop ends a cluster of your own; or ray start --head --port=6380"),
 }
-"""The ports that commands use unless they are told otherwise: what uses it, and what to do if it is taken."""
+"""The default ports of commands: the command, and the mend if another program uses the port."""
 
 
 def python() -> Iterator[Finding]:
     """The version of Python, and whether it is the one of the activated environment."""
-    found = f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})"
+    interpreter = f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})"
     try:
         environment.check_python()
-        yield ok(found)
+        yield ok(interpreter)
     except UserError:
         oldest, newest = (".".join(map(str, version)) for version in (environment.OLDEST, environment.NEWEST))
-        yield problem(f"{found}, but {oldest} to {newest} is needed", environment.way_in(wrong_python=True))
+        yield problem(f"{interpreter}, but {oldest} to {newest} is needed", environment.way_in(wrong_python=True))
     activated = os.environ.get("VIRTUAL_ENV")
     if activated and os.path.realpath(activated) != os.path.realpath(sys.prefix):
         yield warning(
@@ -49,34 +49,34 @@ def python() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """The memory that a process can still take."""
+    """The memory that a process can still allocate."""
     if (left := host_memory.available()) is None:
         yield ok("the free memory is not known on this system")
         return
-    found = f"{byte_size(left.available)} free ({left.limit})"
+    free = f"{byte_size(left.available)} free ({left.limit})"
     if left.available < LEAST_MEMORY:
-        yield warning(f"{found}: the smallest config needs {byte_size(LEAST_MEMORY)}", "end other programs")
+        yield warning(f"{free}: the smallest config needs {byte_size(LEAST_MEMORY)}", "end other programs")
     else:
-        yield ok(found)
+        yield ok(free)
 
 
 def cores() -> Iterator[Finding]:
     """The cores that this process may use, and how busy they are."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found, quota = plural(count, "core"), _quota()
+    label, quota = plural(count, "core"), _quota()
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if quota is not None and quota < count:
         yield warning(
-            f"{found}, but the control group allows the time of {quota:.3g}", "raise the limit: docker --cpus"
+            f"{label}, but the control group allows the time of {quota:.3g}", "raise the limit: docker --cpus"
         )
     elif busy > 2 * count:
-        yield warning(f"{found}, load {busy:.3g}: other programs take most of the time", "end other programs: top")
+        yield warning(f"{label}, load {busy:.3g}: other programs take most of the time", "end other programs: top")
     else:
-        yield ok(f"{found}, load {busy:.3g}")
+        yield ok(f"{label}, load {busy:.3g}")
 
 
 def _quota() -> float | None:
-    """The cores' worth of time that the control group of a container allows; None: no limit, or version 1."""
+    """The CPU limit of a container's control group, in cores; None: no limit, or version 1."""
     try:
         limit, period = (ROOT / "sys/fs/cgroup/cpu.max").read_text().split()
         return int(limit) / int(period)
@@ -108,10 +108,10 @@ def _folder(name: str, folder: str, elsewhere: str, *, counted: bool) -> Finding
         return problem(f"{name} cannot be written", elsewhere)
     free = shutil.disk_usage(disk).free
     size = f" has {_size(folder)}," if counted else ","
-    found = f"{name}{size} {byte_size(free)} free"
+    usage = f"{name}{size} {byte_size(free)} free"
     if free < FULL_DISK:
-        return problem(found, f"delete files, or {elsewhere}")
-    return warning(found, f"delete files, or {elsewhere}") if free < SMALL_DISK else ok(found)
+        return problem(usage, f"delete files, or {elsewhere}")
+    return warning(usage, f"delete files, or {elsewhere}") if free < SMALL_DISK else ok(usage)
 
 
 def _existing(folder: str) -> str:

@@ -19,7 +19,7 @@ SERVICES = (
 
 
 def network() -> Iterator[Finding]:
-    """Whether the services answer, with whatever they say."""
+    """Whether the services answer, with any HTTP status."""
     for name, variable, default in SERVICES:
         address = os.environ.get(variable) or default
         failure = _failure(address)
@@ -30,7 +30,7 @@ def network() -> Iterator[Finding]:
 
 
 def _failure(address: str) -> str | None:
-    """Why there is no answer; None: there is one."""
+    """The reason why a service does not answer; None: it answers."""
     request = urllib.request.Request(address, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=ANSWER_S).close()

@@ -1,6 +1,6 @@
 """The Python packages: against requirements.txt, against each other, and the plugins of JAX.
 
-What fits which JAX is in JAX's own metadata: its extras name the versions of libtpu and of the CUDA plugins.
+The versions that fit a JAX are in its own metadata: the extras name the versions of libtpu and of the CUDA plugins.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def installed(name: str) -> str | None:
 
 
 def plugins() -> dict[str, str]:
-    """The versions of the packages that bring a kind of device to JAX, by name."""
-    found = {}
+    """The versions of the packages that add a kind of device to JAX, by name."""
+    versions = {}
     for package in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower()
         # of two copies, Python imports the first
-        if _PLUGIN.fullmatch(name) and name not in found:
-            found[name] = package.version
-    return found
+        if _PLUGIN.fullmatch(name) and name not in versions:
+            versions[name] = package.version
+    return versions
 
 
 def install(extra: str) -> str:
@@ -74,7 +74,7 @@ def requirements() -> Iterator[Finding]:
 
 
 def dependencies() -> Iterator[Finding]:
-    """What the packages need of each other, as `pip check`, for those of requirements.txt and JAX's plugins."""
+    """Whether the packages of requirements.txt and JAX's plugins meet each other's requirements, as `pip check`."""
     if (reader := _reader()) is None:
         return
     count, unmet = 0, collections.defaultdict[str, dict[str, str]](dict)
@@ -84,18 +84,18 @@ def dependencies() -> Iterator[Finding]:
             unmet[needed.name][owner] = str(needed.specifier)
     for name, by_owner in unmet.items():
         version = installed(name)
-        found = f"{name} {version} does not satisfy" if version else f"{name} is not installed, but needed by"
+        fault = f"{name} {version} does not satisfy" if version else f"{name} is not installed, but needed by"
         owners = [f"{owner} ({name}{specifier})" for owner, specifier in sorted(by_owner.items())]
         # JAX refuses another jaxlib in its import; other packages may state more than they need
         level = problem if version is None or "jax" in by_owner else warning
         specifiers = ",".join(sorted(set(filter(None, by_owner.values()))))
-        yield level(f"{found} {listed(owners)}", f"pip install '{name}{specifiers}'")
+        yield level(f"{fault} {listed(owners)}", f"pip install '{name}{specifiers}'")
     if not unmet and count:
         yield ok(f"the packages meet all {count:,} requirements for each other")
 
 
 def _needs(reader: Any, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """What the packages of some requirements need, and what these need, with the name of the package that needs it."""
+    """The requirements of packages and, recursively, of their dependencies: (name of the package, its requirement)."""
     left, seen = [reader.Requirement(line) for line in lines], set()
     while left:
         package = left.pop()
@@ -114,29 +114,29 @@ def _needs(reader: Any, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
 def jax_plugins() -> Iterator[Finding]:
     """libtpu and the plugins for GPUs: whether they are made for the installed JAX, and do not stand in each other's
     way."""
-    if not (found := plugins()):
+    if not (versions := plugins()):
         yield ok("none: JAX computes on the CPU", f"for TPUs {install('tpu')}, for NVIDIA GPUs {install('cuda')}")
         return
-    yield ok(", ".join(f"{name} {version}" for name, version in sorted(found.items())))
-    yield from _made_for_another_jax(found)
-    kinds = sorted({re.sub(r"-(plugin|pjrt|nightly)$", "", name) for name in found})
+    yield ok(", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    yield from _made_for_another_jax(versions)
+    kinds = sorted({re.sub(r"-(plugin|pjrt|nightly)$", "", name) for name in versions})
     several = [kind for kind in kinds if kind.startswith("jax-cuda")]
     if len(several) > 1:
         # both register as the platform cuda (jax_plugins/xla_cuda12 and xla_cuda13)
-        packages = " ".join(name for name in sorted(found) if name.startswith(several[0]))
+        packages = " ".join(name for name in sorted(versions) if name.startswith(several[0]))
         yield problem(f"{' and '.join(several)} are both installed: JAX can use one", f"pip uninstall {packages}")
     elif len(kinds) > 1:
         yield warning(
             f"plugins of several kinds of devices: {', '.join(kinds)}; JAX asks all of them at each start",
             "use one environment for each kind of device",
         )
-    if {"libtpu", "libtpu-nightly"} <= found.keys():
+    if {"libtpu", "libtpu-nightly"} <= versions.keys():
         mend = f"pip uninstall libtpu libtpu-nightly, then {install('tpu')}"
         yield problem("libtpu and libtpu-nightly are installed: they overwrite each other's files", mend)
 
 
-def _made_for_another_jax(found: dict[str, str]) -> Iterator[Finding]:
-    """The plugins, and the jaxlib beside them, that the extras of the installed JAX name in another version."""
+def _made_for_another_jax(versions: dict[str, str]) -> Iterator[Finding]:
+    """The plugins and the jaxlib whose versions differ from the versions in the extras of the installed JAX."""
     jax, jaxlib, reader = installed("jax"), installed("jaxlib"), _reader()
     if jax is None or reader is None:
         return
@@ -147,10 +147,10 @@ def _made_for_another_jax(found: dict[str, str]) -> Iterator[Finding]:
         if extra and not extra[1].endswith("-local") and extra[1] != "cuda":
             extras[extra[1]].append(reader.Requirement(text))
     for name, needs in extras.items():
-        if not any(needed.name in found for needed in needs):
+        if not any(needed.name in versions for needed in needs):
             continue
         for needed in needs:
-            version = jaxlib if needed.name == "jaxlib" else found.get(needed.name)
+            version = jaxlib if needed.name == "jaxlib" else versions.get(needed.name)
             if version is not None and not needed.specifier.contains(version, prereleases=True):
                 mend = f"pip install -U 'jax[{name}]=={jax}'"
                 what = f"{needed.name} {version} is not for jax {jax} with these plugins, which needs"

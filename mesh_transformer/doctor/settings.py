@@ -34,8 +34,8 @@ _SETTINGS = (
 
 def settings() -> Iterator[Finding]:
     """The variables that are set to values that surprise."""
-    found = list(_surprises())
-    yield from found or [ok("no variable changes what JAX does")]
+    findings = list(_surprises())
+    yield from findings or [ok("no variable changes what JAX does")]
 
 
 def _surprises() -> Iterator[Finding]:

@@ -80,9 +80,9 @@ class RayCluster(AgentCluster):
         if not ray.is_initialized():
             ray_join.join(address, namespace=NAMESPACE)
         context, nodes = ray.get_runtime_context(), ray.nodes()
-        own = next(node for node in nodes if node["NodeID"] == context.get_node_id())
+        own_node = next(node for node in nodes if node["NodeID"] == context.get_node_id())
         self._address = str(context.gcs_address)
-        self._own_node_address = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
+        self._own_node_address = f"{own_node['NodeManagerAddress']}:{own_node['NodeManagerPort']}"
         self._head_answered = time.monotonic()
         return _nodes_by_host(nodes)
 
@@ -140,9 +140,9 @@ class RayCluster(AgentCluster):
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = []
-        for i, (actor, own) in enumerate(zip(self._actors, arguments, strict=True)):
+        for i, (actor, actor_arguments) in enumerate(zip(self._actors, arguments, strict=True)):
             pending = self._pending.get(i) if method == "status" else None
-            calls.append(pending if pending is not None else getattr(actor, method).remote(*own))
+            calls.append(pending if pending is not None else getattr(actor, method).remote(*actor_arguments))
         ready = set(ray.wait(calls, num_returns=len(calls), timeout=timeout_s)[0])
         if method == "status":
             self._pending = {i: call for i, call in enumerate(calls) if call not in ready}

@@ -168,8 +168,8 @@ def category(types: Sequence[str], message: str) -> ErrorCategory:
     Args:
         types: the names of its class and of the bases of this class.
     """
-    if own := next((_OWN_TYPES[name] for name in types if name in _OWN_TYPES), None):
-        return own
+    if own_category := next((_OWN_TYPES[name] for name in types if name in _OWN_TYPES), None):
+        return own_category
     names = set(types)
     machine = names & _MACHINE_TYPES or _SERVICE_STATUS.match(message)
     return "bug" if names & _BUG_TYPES and not machine else "machine"

@@ -52,7 +52,7 @@ class GenerationPrompt(NamedTuple):
 
 class AnswerCache:
     """An SQLite file of answers by model and request. Process 0 reads and writes it, and sends the answers to the
-    others.
+    other processes.
 
     The key of a model is a checksum of its weights, not a path. So a copy of a checkpoint finds the answers, and a
     checkpoint that was overwritten does not.
@@ -199,24 +199,24 @@ class EvalModel:
         self, what: str, keys: list[Any], compute: Callable[[list[int]], Iterator[tuple[int, Answer]]]
     ) -> list[Any]:
         """The answer to each request, from the cache or computed. New answers are stored in the cache."""
-        found = self._answers.find(keys) if self._answers is not None else {}
-        missing = [i for i in range(len(keys)) if i not in found]
+        answers = self._answers.find(keys) if self._answers is not None else {}
+        missing = [i for i in range(len(keys)) if i not in answers]
         progress = Progress(
-            what, len(keys), unit="request", done=len(found), quiet=jax.process_index() > 0, leave=False
+            what, len(keys), unit="request", done=len(answers), quiet=jax.process_index() > 0, leave=False
         )
         try:
             for i, answer in compute(missing) if missing else ():
-                found[i] = answer
+                answers[i] = answer
                 if self._answers is not None:
                     self._answers.put(keys[i], answer)
-                progress.update(len(found))
+                progress.update(len(answers))
                 if jax.process_count() == 1 and self._stop():
                     raise EvaluationStopped
         finally:
             progress.close()
             if self._answers is not None:
                 self._answers.commit()
-        return [found[i] for i in range(len(keys))]
+        return [answers[i] for i in range(len(keys))]
 
     def _generate(self, prompts: Sequence[GenerationPrompt], missing: list[int]) -> Iterator[tuple[int, Answer]]:
         engine = self._engine(min(MAX_SLOTS, len(missing)))

@@ -45,7 +45,7 @@ class Tasks:
         include_path: a folder with additional task files. They replace tasks of the harness with the same name.
         data_dir: a folder with LAMBADA and PIQA, to use instead of the Hugging Face hub.
         num_fewshot: examples before each question. None: the number that the task sets, else 0.
-        limit: the number of questions per task. None: all.
+        limit: the largest number of questions per task. None: no limit.
 
     Raises:
         UserError: the harness is not installed, or a task cannot be loaded.
@@ -70,8 +70,8 @@ class Tasks:
         _seed()
         self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in names:
-            for kind, found in _load(manager, name).items():
-                self._loaded[kind].update(found)
+            for kind, entries in _load(manager, name).items():
+                self._loaded[kind].update(entries)
         for task in self._loaded["tasks"].values():
             self._set_fewshot(task, num_fewshot)
 
@@ -99,18 +99,18 @@ class Tasks:
 
     def requests(self) -> dict[str, list[Any]]:
         """All requests of the tasks, by request type."""
-        found: dict[str, list[Any]] = {}
+        requests: dict[str, list[Any]] = {}
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=1234)
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)
             for instance in task.instances:
-                found.setdefault(instance.request_type, []).append(instance)
-        return found
+                requests.setdefault(instance.request_type, []).append(instance)
+        return requests
 
     def _set_fewshot(self, task: Any, num_fewshot: int | None) -> None:
         """Set num_fewshot as the harness does: a task with 0 keeps it."""
-        own = task.get_config("num_fewshot")
-        if own is None or (num_fewshot is not None and own != 0):
+        configured = task.get_config("num_fewshot")
+        if configured is None or (num_fewshot is not None and configured != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
 
 
@@ -130,9 +130,9 @@ def _manager(names: Sequence[str], include_path: str | None, data_dir: str | Non
     folders = [str(LOCAL_TASKS)] * (data_dir is not None) + [include_path] * (include_path is not None)
     metadata = {"data_dir": data_dir} if data_dir else None
     if folders:
-        own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
-        if set(names) <= set(own.all_subtasks):
-            return own
+        local = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+        if set(names) <= set(local.all_subtasks):
+            return local
     return TaskManager(include_path=folders or None, metadata=metadata)
 
 

@@ -13,7 +13,7 @@ from mesh_transformer.errors import UserError
 
 CPU = "cpu"
 GOALS = ("train", "tune")
-_GPUS = tuple(name for name, one in ACCELERATORS.items() if not one.is_tpu)
+_GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
 _HOURS = {"min": 1 / 60, "h": 1.0, "hour": 1.0, "hours": 1.0, "d": 24.0, "day": 24.0, "days": 24.0}
 _TOKENS = {"tokens": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]+)(?:\s+tokens)?", re.IGNORECASE)
@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers, of which only `model` and `data` may still be wrong.
+    """The checked answers. Only `plan.make` checks `model` and `data`.
 
     Args:
         goal: train or tune.
@@ -119,7 +119,7 @@ def budget(text: str) -> Budget:
 
 
 def given(text: str) -> str:
-    """An answer that only has to be there.
+    """Any answer with text.
 
     Raises:
         UserError: it is empty.
@@ -140,7 +140,7 @@ QUESTIONS = {
     "hardware": Question(f"on which hardware? (a slice such as v3-8, {', '.join(_GPUS)}, or {CPU})", hardware),
     "budget": Question("for how long? (hours such as 6h, or tokens such as 2B)", budget),
 }
-"""By the field of `Answers`, in the order in which they are asked."""
+"""The question for each field of `Answers`, in the order in which they are asked."""
 
 
 def ask(name: str) -> str:

@@ -22,8 +22,8 @@ class NewOptions:
     """The options of the command beside its five answers.
 
     Args:
-        name: of the run. Its config is NAME.json, in the current folder.
-        price: of a chip for an hour; None: unknown.
+        name: the name of the run. Its config is NAME.json, in the current folder.
+        price: the price of a chip for an hour; None: unknown.
         overwrite: whether the config may exist.
     """
 
@@ -53,7 +53,7 @@ def run(answers: Answers, texts: dict[str, str], options: NewOptions) -> int:
     command = shlex.join(["mesh-transformer", "new", options.name, *flags, *price])
     path = f"{options.name}.json"
     _write(path, text.config_text(plan, command, options.price), options.overwrite)
-    # what is written is what a run reads
+    # check the file as a run reads it
     load_config(path)
     lines = [*text.summary(plan, options.price), f"\n{path} is written. Next:", *text.next_commands(plan, path)]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""What is known of a data set before a run: its files, its length and its vocabulary."""
+"""The files, the length and the vocabulary of a data set, as far as they are known before a run."""
 
 import os
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from mesh_transformer.fields import size
 # the training data of a folder, the first that exists
 TRAIN = ("train.index", "train.txt")
 MANIFEST = "manifest.json"
-# of English text with GPT-2's tokenizer, about
+# approximately, for English text with GPT-2's tokenizer
 BYTES_PER_TOKEN = 4.0
 
 
@@ -25,11 +25,11 @@ class DataSet(NamedTuple):
         path: data.train_set.
         val_path: the validation set beside it; None: there is none.
         text: whether it is a text that the run tokenizes.
-        n_bytes: of the text or of the record files; None: they are remote.
+        n_bytes: size of the text or of the record files; None: they are remote.
         record_tokens: tokens of a record, which is one longer than a sequence; None: a text.
-        record_bytes: of the first record.
-        n_vocab: what manifest.json tells; None: unknown.
-        counted: the tokens that manifest.json tells.
+        record_bytes: size of the first record.
+        n_vocab: size of the vocabulary, from manifest.json; None: unknown.
+        counted: number of training tokens, from manifest.json; None: unknown.
     """
 
     path: str
@@ -42,7 +42,7 @@ class DataSet(NamedTuple):
     counted: int | None = None
 
     def tokens(self, bytes_per_token: float) -> float | None:
-        """The number of tokens, about; None: unknown. `bytes_per_token`: of a text."""
+        """The approximate number of tokens; None: unknown. `bytes_per_token` holds for a text."""
         if self.counted is not None:
             return self.counted
         if self.n_bytes is None:
@@ -100,7 +100,7 @@ def _validation(path: str) -> str | None:
 
 
 def _told(manifest: str) -> tuple[int | None, int | None]:
-    """The vocabulary and the training tokens of a manifest.json, if there is one that tells them."""
+    """The vocabulary and the training tokens of a manifest.json, if it exists and has them."""
     if not files.exists(manifest):
         return None, None
     content = strict_json.read_object(manifest)

@@ -29,10 +29,10 @@ FORMULA_SOURCE = "the closed form of preflight"
 Grouped = dict[str, dict[str, Any]]
 # model FLOPs utilization that hardly any run exceeds: where the search for a size begins
 _BEST_MFU = 0.6
-# Of the rate of numpy's product of float32 matrices, what a training step reaches on a CPU: 0.3 to 0.7 in runs of
+# The FLOP/s of a training step on a CPU as a share of numpy's float32 matrix product: 0.3 to 0.7 in runs of
 # configs/tiny_shakespeare.json. And the rows of the matrices.
 _CPU_SHARE, _ROWS = 0.3, 1024
-# XLA on a CPU allocated at most so many times the closed form (docs/runs.md)
+# the most memory that XLA allocated on a CPU, as a multiple of the closed form (docs/runs.md)
 _CPU_MEMORY_ERROR = 1.5
 # programs to compile until one of them fits
 _MOST_COMPILED = 4
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
     Args:
         grouped: the config with the mesh, the microbatch and the recomputation.
         peak_gib: memory of a device, or of the whole machine if that is a CPU.
-        source: what predicts time and memory.
+        source: the formula or program that predicts time and memory.
     """
 
     grouped: Grouped
@@ -59,26 +59,26 @@ class Machine(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the answer."""
+        """The name in the answer."""
 
     @property
     def chips(self) -> int:
-        """What is paid for."""
+        """The number of chips that are paid for."""
 
     @property
     def devices(self) -> int:
-        """JAX devices."""
+        """The number of JAX devices."""
 
     @property
     def flops(self) -> float:
-        """Operations of a second that hardly any run exceeds."""
+        """The rate that hardly any run exceeds, FLOP/s."""
 
     def place(self, grouped: Grouped) -> Placed | None:
-        """The fastest way to compute the steps of a config, whose data.batch_size is the whole batch; None: nothing
-        fits."""
+        """The fastest mesh, microbatch and recomputation for a config whose data.batch_size is the global batch; None:
+        nothing fits."""
 
     def remedies(self, grouped: Grouped) -> list[str]:
-        """What would fit, in words."""
+        """The changes with which a config would fit, in words."""
 
 
 def find(name: str) -> Machine:
@@ -117,23 +117,24 @@ class Accelerated:
     def place(self, grouped: Grouped) -> Placed | None:
         accelerator = self.target.accelerator
         every = candidates(parse_config(grouped), self.devices, accelerator)
-        every.sort(key=lambda one: (one.estimate.seconds, len(one.overrides)))
-        fitting = [one for one in every if one.estimate.gib <= accelerator.usable_gib]
-        # the formula may be wrong by so much
-        sure = [one for one in fitting if one.estimate.gib * (1 + FORMULA_MEMORY) <= accelerator.usable_gib]
+        every.sort(key=lambda candidate: (candidate.estimate.seconds, len(candidate.overrides)))
+        limit = accelerator.usable_gib
+        fitting = [candidate for candidate in every if candidate.estimate.gib <= limit]
+        # a margin for the error of the formula
+        sure = [candidate for candidate in fitting if candidate.estimate.gib * (1 + FORMULA_MEMORY) <= limit]
         for candidate in (sure or fitting)[:_MOST_COMPILED]:
-            found = self._predicted(candidate)
-            if found.fits and found.step_s is not None and found.peak_gib is not None:
-                source = FORMULA_SOURCE if found.estimate == FORMULA else "the compiled program"
+            prediction = self._predicted(candidate)
+            if prediction.fits and prediction.step_s is not None and prediction.peak_gib is not None:
+                source = FORMULA_SOURCE if prediction.estimate == FORMULA else "the compiled program"
                 values = _with_values(grouped, candidate.config)
-                return Placed(values, found.step_s, found.peak_gib, found.usable_gib, source)
+                return Placed(values, prediction.step_s, prediction.peak_gib, prediction.usable_gib, source)
         return None
 
     def remedies(self, grouped: Grouped) -> list[str]:
         return remedies(parse_config(grouped), self.devices, self.target.accelerator)
 
     def _predicted(self, candidate: Candidate) -> Prediction:
-        """By the compiler, where it is installed."""
+        """The prediction of the compiler if it is installed, else of the closed form."""
         if not _compiles(self.target):
             return estimate_training(candidate.config, self.target, candidate.overrides)
         return predict_training(
@@ -147,7 +148,7 @@ class Accelerated:
 
 @dataclass(frozen=True)
 class Cpu:
-    """This machine without an accelerator. `product_flops`: operations of a second in a product of matrices."""
+    """This machine without an accelerator. `product_flops`: the rate of a product of matrices, FLOP/s."""
 
     product_flops: float
     name: str = CPU
@@ -187,7 +188,7 @@ class Cpu:
 
 
 def _with_values(grouped: Grouped, config: Config) -> Grouped:
-    """The values of a config in the fields that a search changes."""
+    """`grouped` with the values of `config` in the fields that a search changes."""
     mesh = {axis: size for axis, size in config.mesh.given.items() if size > 1 and axis != "dp"}
     shard = {"shard_activations": True} if config.mesh.shard_activations else {}
     return {
@@ -210,7 +211,7 @@ def _compiles(target: Target) -> bool:
 
 
 def _measured_flops() -> float:
-    """Operations of a second in numpy's product of float32 matrices, the best of some."""
+    """The rate of numpy's product of float32 matrices, FLOP/s: the best of several."""
     matrix = np.ones((_ROWS, _ROWS), np.float32)
     fastest = float("inf")
     for _ in range(4):

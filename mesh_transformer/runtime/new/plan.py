@@ -15,30 +15,30 @@ from mesh_transformer.runtime.new.machine import Grouped, Machine, Placed
 # The checkpoints that a size names in a fine-tuning. EleutherAI's copy of the original's weights.
 PRETRAINED = {"6b": "hf://EleutherAI/gpt-j-6b"}
 BUDGET, DATA = "the budget", "the data"
-# of the tokenizer of GPT-2, in the config of 2021
+# size of the vocabulary of GPT-2's tokenizer, in the config of 2021
 _GPT2_VOCAB = 50400
 _BYTES_VOCAB = 257
 # a run with fewer steps teaches nothing
 _FEWEST_STEPS = 20
 # the longest sequences of a fine-tuning on text, tokens
 _TUNE_SEQ = 2048
-# tensor parallelism in a search has up to so many devices, so that a step needs a sequence for each group of them
+# the most devices of tensor parallelism in a search; a step needs a sequence for each group of them
 _DEVICES_OF_A_SEQUENCE = 8
 _VALIDATIONS, _LONGEST_BETWEEN = 10, 1000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, and what is predicted of it.
+    """A run and its predictions.
 
     Args:
-        parameters: of the model.
-        steps: of the run.
+        parameters: number of parameters of the model.
+        steps: number of steps of the run.
         step_tokens: tokens of a step.
-        epochs: passes over the data; None: its length is not known.
-        chips: what is paid for.
+        epochs: passes over the data; None: the length of the data is unknown.
+        chips: number of chips that are paid for.
         checkpoint: where a fine-tuning starts; None: a new model.
-        limit: what limits the tokens: BUDGET or DATA.
+        limit: the limit of the tokens: BUDGET or DATA.
     """
 
     answers: Answers
@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of the run."""
+        """The number of tokens of the run."""
         return self.steps * self.step_tokens
 
     @property
     def hours(self) -> float:
-        """Of the run, without compilation, validations and saves."""
+        """The hours of the run, without compilation, validations and saves."""
         return self.steps * self.placed.step_s / 3600
 
 
@@ -70,7 +70,7 @@ class _Case:
     Args:
         tuned: whether the model is trained already.
         seq: length of a sequence, tokens.
-        most_tokens: what the data gives; None: unknown.
+        most_tokens: the most tokens that the data gives; None: unknown.
     """
 
     answers: Answers
@@ -88,7 +88,7 @@ class _Case:
 
     @property
     def sized(self) -> bool:
-        """Whether the answer names this model, and no other will do."""
+        """Whether the user chose this model, so that no smaller one may replace it."""
         return self.tuned or shapes.parse(self.answers.model).shape is not None
 
     @property
@@ -99,7 +99,7 @@ class _Case:
         return rule.tokens_for(self.parameters)
 
     def sequences(self, tokens: float) -> int:
-        """Of a step in a run of so many tokens: a power of two, so that many meshes divide it."""
+        """The sequences of a step in a run of `tokens`: a power of two, so that many meshes divide it."""
         if self.tuned:
             wanted = rule.tuning_batch_tokens(tokens)
         else:
@@ -108,7 +108,7 @@ class _Case:
         return max(1 << max(0, round(math.log2(wanted / self.seq))), 1 << (least - 1).bit_length())
 
     def draft(self, sequences: int) -> Grouped:
-        """The config without what depends on the time of a step."""
+        """The config before the time of a step is known: model, data and batch."""
         data: dict[str, Any] = {"train_set": self.data.path}
         if self.data.val_path is not None:
             data["val_set"] = {"val": self.data.val_path}
@@ -127,11 +127,11 @@ def make(answers: Answers, machine: Machine, name: str) -> Plan:
     """The plan of a run.
 
     Args:
-        name: of the run.
+        name: the name of the run.
 
     Raises:
         UserError: the model or the data is unknown, nothing fits the machine, or the budget is too small; the message
-            says what would do.
+            says what to change.
     """
     data = data_set.find(answers.data)
     cases = _tuned(answers, machine, data) if answers.goal == "tune" else _trained(answers, machine, data)
@@ -146,7 +146,7 @@ def make(answers: Answers, machine: Machine, name: str) -> Plan:
 
 
 class _TooSmall(Exception):
-    """The machine or the budget is too small for a model: says what would do."""
+    """The machine or the budget is too small for a model. The message says what to change."""
 
 
 def _trained(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tuple[_Case, None]]:
@@ -229,7 +229,7 @@ def _planned(case: _Case, checkpoint: str | None, name: str) -> Plan:
 
 
 def _placed(case: _Case, sequences: int) -> Placed:
-    """A step of so many sequences on the machine.
+    """The placement of a step of `sequences` on the machine.
 
     Raises:
         _TooSmall: the model does not fit.
@@ -237,7 +237,7 @@ def _placed(case: _Case, sequences: int) -> Placed:
     draft = case.draft(sequences)
     placed = case.machine.place(draft)
     if placed is None and case.sized:
-        # half of the optimizer's state; a smaller model is not asked for
+        # bfloat16 moments halve the optimizer's state; a model that the user chose stays as large
         placed = case.machine.place({**draft, "optimizer": {"moments_dtype": "bfloat16"}})
     if placed is None:
         remedies = case.machine.remedies(draft)

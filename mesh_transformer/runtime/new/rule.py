@@ -1,4 +1,4 @@
-"""Tokens, batch size and learning rate of a run, by the rules of published papers. Nothing else is imported.
+"""Tokens, batch size and learning rate of a run, by the rules of published papers. It imports only `math`.
 
 Hoffmann et al. 2022 ("Chinchilla", arXiv:2203.15556): parameters N and tokens D grow together. Table 3 has 20 to 22
 tokens for each parameter up to 67B parameters. Training takes 6 N D operations.
@@ -11,13 +11,13 @@ Brown et al. 2020 (GPT-3, arXiv:2005.14165): table 2.1 has learning rates and ba
 import math
 
 TOKENS_PER_PARAMETER = 20
-"""Of a run that gives the lowest loss for its operations."""
+"""The tokens for each parameter in a run that reaches the lowest loss for its FLOPs."""
 BATCH_SHARE = 0.25
 """The batch as a share of the critical batch size. By McCandlish's equation a run needs 1 + share times the fewest
 tokens, and 1 + 1 / share times the fewest steps: 1.25 and 5. With this share the rule is within a factor of two of all
 batch sizes of GPT-3's table 2.1, which were chosen with the noise scale of the same paper."""
 FEWEST_STEPS = 1000
-"""Of a training run: the batch is made smaller if there were fewer. Warm-up and decay need some hundred steps."""
+"""The fewest steps of a training run: the batch is made smaller to reach them. Warm-up and decay need hundreds."""
 MOST_EPOCHS = 4
 """Passes over the data that are worth about as much as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
 WARM_UP_TOKENS, WARM_UP_SHARE = 375e6, 0.05
@@ -31,7 +31,7 @@ TUNE_TOKENS, TUNE_FEWEST_STEPS = 32768, 50
 """Tokens of a step of a fine-tuning, as in configs/6B_finetune_v3-8.json (16 sequences of 2,048), and the fewest
 steps."""
 TUNE_SHARE, TUNE_END_SHARE, TUNE_WARM_UP_SHARE = 0.4, 0.2, 0.1
-"""Of the same config: its peak learning rate as a share of the pretraining's, the end as a share of the peak, and the
+"""From the same config: its peak learning rate as a share of the pretraining's, the end as a share of the peak, and the
 warm-up as a share of the steps."""
 
 # the loss of Hoffmann et al. (approach 3, appendix D.3)
@@ -56,7 +56,7 @@ _RATES = (
 
 
 def tokens_for(parameters: float) -> float:
-    """The tokens with which a model of so many parameters makes the best use of its operations."""
+    """The tokens with which a model of this size reaches the lowest loss for its FLOPs."""
     return TOKENS_PER_PARAMETER * parameters
 
 

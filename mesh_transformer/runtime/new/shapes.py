@@ -13,7 +13,7 @@ Values = dict[str, Any]
 
 
 class Shape(NamedTuple):
-    """One size.
+    """A size of a model.
 
     Args:
         seq: the context of a model of this size on text files, tokens. Records have a length of their own.
@@ -51,11 +51,12 @@ SHAPES = (
 )
 SIZES = {shape.name.lower(): shape for shape in SHAPES}
 SEPARATOR = ":"
-# a family with routed experts needs more numbers than a size has
+# a family with routed experts has required fields that a shape lacks
 DENSE = tuple(
     name
     for name, family in FAMILIES.items()
-    if not {"n_experts", "experts_per_token"} & {key for key, one in family.model_fields.items() if one.is_required()}
+    if not {"n_experts", "experts_per_token"}
+    & {key for key, field in family.model_fields.items() if field.is_required()}
 )
 # a gated layer has three matrices: with 8/3 of the width it has the parameters of two with 4 (Shazeer 2020,
 # arXiv:2002.05202), rounded to a multiple of this
@@ -93,7 +94,7 @@ def parse(text: str) -> Choice:
 
 
 def model_values(family: str, shape: Shape, n_vocab: int, seq: int | None) -> Values:
-    """The group `model` of a shape.
+    """The config group `model` for a shape.
 
     Args:
         seq: None: the context of the shape.

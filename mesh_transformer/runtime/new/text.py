@@ -13,7 +13,7 @@ from mesh_transformer.runtime.new.machine import FORMULA_SOURCE
 from mesh_transformer.runtime.new.plan import DATA, Plan
 
 _WIDTH = 110
-# comments above a field: of any run, and of a training and a fine-tuning
+# comments above fields: for every run (_FIELDS), and for a training (_TRAIN) or a fine-tuning (_TUNE)
 _FIELDS = {
     "mesh.fsdp": "devices that split the batch, the weights and the optimizer's state",
     "mesh.tp": "devices that split each layer",
@@ -45,8 +45,8 @@ def config_text(plan: Plan, command: str, price: float | None) -> str:
     """The file. Its lines that begin with // are comments.
 
     Args:
-        command: what the user may repeat.
-        price: of a chip for an hour; None: unknown.
+        command: the command line that writes this config.
+        price: the price of a chip for an hour; None: unknown.
     """
     lines = [*_head(plan, command, price), "{"]
     groups = {group: values for group, values in plan.grouped.items() if values}
@@ -60,7 +60,7 @@ def config_text(plan: Plan, command: str, price: float | None) -> str:
 
 
 def next_commands(plan: Plan, path: str) -> list[str]:
-    """What the user may run next."""
+    """The command lines for the next steps of the user."""
     tune = ["--tune-model-path", plan.checkpoint] if plan.checkpoint else []
     kind = plan.answers.hardware
     judge = [] if kind == CPU else [("preflight", ["--config", path, "--tpu" if "-" in kind else "--gpu", kind])]
@@ -70,7 +70,7 @@ def next_commands(plan: Plan, path: str) -> list[str]:
 
 
 def summary(plan: Plan, price: float | None) -> list[str]:
-    """What is predicted of the run, in sentences."""
+    """The predictions for the run, in sentences."""
     return [_time(plan, price), _memory(plan), _tokens(plan)]
 
 

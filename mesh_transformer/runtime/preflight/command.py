@@ -43,13 +43,13 @@ class PreflightOptions:
     slots: int
     # programs compiled for each target of a search
     compile: int
-    # steps that days and money are for; None: optimizer.total_steps
+    # number of steps for days and cost; None: optimizer.total_steps
     steps: int | None
-    # of a chip for an hour
+    # of a chip for an hour; None: unknown
     price: float | None
     json: bool
     plot: str
-    # a folder for the table of each program's operations; None: none
+    # folder for a table of the operations of each program; None: no tables are written
     op_table: str | None
 
 
@@ -82,7 +82,7 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     total = sum(len(cases) for _, cases in plan) * (2 if options.serve else 1)
     costs = report.Costs(options.steps or config.optimizer.total_steps, options.price)
     progress = logs.Progress("estimating" if all(map(_by_formula, targets)) else "compiling", total, unit="program")
-    found: list[list[Prediction]] = []
+    predictions: list[list[Prediction]] = []
     done = 0
     for target, cases in plan:
         rows = []
@@ -90,19 +90,19 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
             rows.append(row)
             done = min(done + 1, total)
             progress.update(done, slice=target.name, result=report.verdict(row))
-        found.append(_mark_best(rows))
+        predictions.append(_mark_best(rows))
         if options.json:
-            for row in found[-1]:
+            for row in predictions[-1]:
                 report.print_json(row, target, costs)
     progress.close()
     if not options.json:
-        report.print_table(found, targets, costs)
-    for target, rows in zip(targets, found, strict=True):
+        report.print_table(predictions, targets, costs)
+    for target, rows in zip(targets, predictions, strict=True):
         if not any(row.fits for row in rows):
             log.warning("%s", report.advice(target, rows, _remedies(config, target)))
     if options.plot:
-        report.plot(found, options.plot, _title(config_path, config))
-    return 0 if all(any(row.fits for row in rows) for rows in found) else 1
+        report.plot(predictions, options.plot, _title(config_path, config))
+    return 0 if all(any(row.fits for row in rows) for rows in predictions) else 1
 
 
 def _title(config_path: str, config: Config) -> str:
@@ -142,12 +142,12 @@ def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Ca
         log.warning("%s: the search does not model several slices: the given config is compiled", target.name)
         return [(config, ())]
     try:
-        found = search(config, target.n_devices, target.accelerator, options.compile)
+        candidates = search(config, target.n_devices, target.accelerator, options.compile)
     except UserError as error:
         # the row of the given config says why it does not fit
         log.warning("%s: %s", target.name, error)
         return [(config, ())]
-    return [(one.config, one.overrides) for one in found.best or found.misses]
+    return [(candidate.config, candidate.overrides) for candidate in candidates.best or candidates.misses]
 
 
 def _predictions(

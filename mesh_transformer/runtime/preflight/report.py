@@ -40,7 +40,7 @@ _INVISIBLE = 0.02
 
 
 class _Unit(NamedTuple):
-    """`size`: in GiB or in seconds."""
+    """A unit of memory or time. `size`: in GiB or in seconds."""
 
     name: str
     size: float
@@ -51,7 +51,7 @@ _TIME_UNITS = (_Unit("seconds", 1.0), _Unit("milliseconds", 1e-3), _Unit("micros
 
 
 class Costs(NamedTuple):
-    """A run of so many steps, at a price of a chip for an hour; None: no price is given."""
+    """The cost of a run of `steps` steps. `price`: of a chip for an hour; None: unknown."""
 
     steps: int
     price: float | None
@@ -61,7 +61,7 @@ class Costs(NamedTuple):
         return None if row.step_s is None or row.program != "train" else self.steps * row.step_s / 86400
 
     def money(self, row: Prediction, target: Target) -> float | None:
-        """In the unit of the price."""
+        """The cost of the run, in the unit of the price."""
         days = self.days(row)
         return None if days is None or self.price is None else 24 * days * target.chips * self.price
 
@@ -78,14 +78,15 @@ def print_json(row: Prediction, target: Target, costs: Costs) -> None:
     sys.stdout.flush()
 
 
-def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target], costs: Costs) -> None:
+def print_table(predictions: Sequence[Sequence[Prediction]], targets: Sequence[Target], costs: Costs) -> None:
     """A row for each prediction, and the parts of time and memory of the best of each target."""
-    lines = [_HEAD, *(_line(row, target, costs) for target, rows in zip(targets, found, strict=True) for row in rows)]
+    pairs = zip(targets, predictions, strict=True)
+    lines = [_HEAD, *(_line(row, target, costs) for target, rows in pairs for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_HEAD))]
     out = sys.stdout.write
     for line in lines:
         out("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
-    for row in (row for rows in found for row in rows):
+    for row in (row for rows in predictions for row in rows):
         if row.reason:
             out(f"\n{row.slice} {mesh_text(row.mesh)}: {row.reason}\n")
         elif row.best or row.program != "train":
@@ -98,7 +99,7 @@ def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target]
             out(f"{row.slice} {row.program}, operations: {row.op_table}\n")
         for note in row.notes:
             out(f"{row.slice} {row.program}, {mesh_text(row.mesh)}: {note}\n")
-    formula = [row.estimate == FORMULA for rows in found for row in rows]
+    formula = [row.estimate == FORMULA for rows in predictions for row in rows]
     if any(formula):
         out(f"\n{ONLY_FORMULA[0].upper()}{ONLY_FORMULA[1:]} (docs/preflight.md).\n")
     if not all(formula):
@@ -107,7 +108,7 @@ def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target]
 
 
 def advice(target: Target, rows: Sequence[Prediction], remedies: Sequence[str]) -> str:
-    """The nearest miss of a target that nothing fits, and what would make it fit."""
+    """For a target that nothing fits: the prediction that needs the least memory, and the changes that would fit."""
     known = [row for row in rows if row.peak_gib is not None]
     text = f"{target.name}: nothing fits"
     if known:
@@ -118,11 +119,11 @@ def advice(target: Target, rows: Sequence[Prediction], remedies: Sequence[str]) 
     return text + (f". It would fit with {', or '.join(remedies)}" if remedies else "")
 
 
-def plot(found: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
+def plot(predictions: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
     """Write a picture of memory and time by part to `path`."""
     from matplotlib.figure import Figure
 
-    rows = [row for rows in found for row in rows][::-1]
+    rows = [row for rows in predictions for row in rows][::-1]
     figure = Figure(figsize=(12, 2.4 + 0.65 * len(rows)), layout="constrained")
     figure.suptitle(title)
     memory, time = figure.subplots(1, 2)
@@ -144,8 +145,8 @@ def plot(found: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
         if row.reason:
             memory.text(0, place, " does not fit", va="center")
         elif (total := sum(row.memory_gib.values())) < _INVISIBLE * longest:
-            own = _unit(_MEMORY_UNITS, [row.memory_gib])
-            memory.text(total / unit.size, place, f" {total / own.size:.1f} {own.name}", va="center")
+            bar_unit = _unit(_MEMORY_UNITS, [row.memory_gib])
+            memory.text(total / unit.size, place, f" {total / bar_unit.size:.1f} {bar_unit.name}", va="center")
     unit = _unit(_TIME_UNITS, [row.parts for row in rows])
     _bars(time, "Time, predicted", [row.parts for row in rows], PARTS, unit, 0.0)
     time.set(xlabel=f"{unit.name} of a step or a call", yticks=range(len(labels)), yticklabels=[])
@@ -193,7 +194,7 @@ def _line(row: Prediction, target: Target, costs: Costs) -> tuple[str, ...]:
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """The axes that split something, such as `fsdp 4 tp 2`."""
+    """The axes of several devices, such as `fsdp 4 tp 2`."""
     return " ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device" * bool(mesh) or "-"
 
 
@@ -208,7 +209,7 @@ def _unit(units: Sequence[_Unit], rows: Sequence[Mapping[str, float]]) -> _Unit:
 
 
 def _parts(parts: Mapping[str, float], unit: _Unit, digits: int) -> str:
-    """The parts that are not zero with so many digits behind the point, and always the parameters."""
+    """The parameters and all parts that are not rounded to 0, with `digits` digits behind the point."""
     shown = {name: f"{value / unit.size:.{digits}f}" for name, value in parts.items()}
     return ", ".join(f"{name} {text}" for name, text in shown.items() if text.strip("0.") or name == "parameters")
 

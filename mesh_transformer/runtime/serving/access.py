@@ -31,7 +31,7 @@ SLOWEST_BYTES_A_SECOND = 16 << 10
 # time for a client to read the refusal of its connection
 _REFUSED_S = 1.0
 MAX_BODY_BYTES = 4 << 20
-# limits for the bodies of all requests without a response, and for those of one client
+# limits for the bodies of requests without a response: of all clients, and of one client
 MAX_BODIES_BYTES, MAX_CLIENT_BODIES_BYTES = 64 << 20, 16 << 20
 # this part of each body does not count towards the limits, so that a short request always fits
 SMALL_BODY_BYTES = 4 << 10
@@ -97,8 +97,8 @@ class AccessMiddleware:
         """Raise ApiError 401 for a wrong key. All keys are compared, in constant time."""
         scheme, _, given = authorization.partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
-        found = [hmac.compare_digest(digest, key) for key in self._keys]
-        if self._keys and (scheme.lower() != "bearer" or not any(found)):
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if self._keys and (scheme.lower() != "bearer" or not any(matches)):
             message = "this server needs an API key: send it in the header Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
@@ -107,7 +107,7 @@ class AccessMiddleware:
         """The whole body. The limit of MAX_BODY_BYTES holds for a chunked body too.
 
         Raises:
-            ApiError: 413, the body is too large; 503, all bodies together, or those of the client, are too large.
+            ApiError: 413, the body is too large; 503, the bodies of all clients, or of this client, are too large.
             ClientGone: the client closed its connection before the end of the body.
         """
         body = bytearray()
@@ -128,7 +128,7 @@ class AccessMiddleware:
 
 
 class _BodyUsage:
-    """The body of one request: its part of `AccessMiddleware._body_bytes`, and whether there is an unread rest.
+    """The body of one request: its bytes in `AccessMiddleware._body_bytes`, and whether a part of it is unread.
 
     Args:
         client: the address of the client.
@@ -183,10 +183,10 @@ def _for_pages(path: str) -> bool:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that first returns the body, in one message, and then the messages that follow it."""
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
-        return whole.pop() if whole else await receive()
+        return pending.pop() if pending else await receive()
 
     return next_message
 

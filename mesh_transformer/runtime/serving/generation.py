@@ -85,14 +85,14 @@ async def respond(
         job = stack.enter_context(model.loop.reserve(count * body.n))
         answer = await unless_gone(request.receive, limit.within(_start(body, model, form, prompts, job)))
         if not body.stream:
-            return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
+            return json_response(await unless_gone(request.receive, limit.within(answer.response())))
         # EventStream exits the job
         stack.pop_all()
     return EventStream(job, answer.events(), limit)
 
 
 def check(body: SampledRequest, model: ServedModel) -> None:
-    """Raise ApiError for fields that are not supported, contradict each other, or name what the model does not have."""
+    """Raise ApiError for fields that are not supported, contradict each other, or name an unknown model or token."""
     if body.model is not None:
         model.check_name(body.model)
     for name, (reason, neutral) in body.refused.items():
@@ -164,7 +164,7 @@ class _Answer:
     head: dict[str, Any]
     usage: StreamOptions
 
-    async def whole(self) -> dict[str, Any]:
+    async def response(self) -> dict[str, Any]:
         """The response as one object."""
         deltas: list[list[Delta]] = [[] for _ in self.choices]
         async for index, delta in follow(self.job, self.choices):

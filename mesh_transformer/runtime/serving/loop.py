@@ -41,7 +41,7 @@ class WarmEngine(Engine, Protocol):
 
 
 class _LiveSequence:
-    """A sequence that is accepted, and neither finished nor cancelled."""
+    """An accepted sequence, until it is finished or cancelled."""
 
     def __init__(self, job: GenerationJob, index: int):
         self.job, self.index = job, index
@@ -109,7 +109,7 @@ class EngineLoop:
                 self._inbox.put(methodcaller("submit", id, prompt, params, admitted, slide=slide))
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """Cancel these sequences. Those that are not live are ignored."""
+        """Cancel these sequences. Finished and cancelled sequences are ignored."""
         for id in ids:
             if self._forget(id):
                 self._inbox.put(methodcaller("cancel", id))

@@ -128,15 +128,15 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def end_tokens(self, others: tuple[int, ...] = (), *, ignore_eos: bool = False) -> tuple[int, ...]:
-        """The tokens that end a completion: the model's own that the vocabulary has, and others.
+        """The tokens that end a completion: the end tokens of the tokenizer that the vocabulary has, and `others`.
 
         Raises:
             ApiError: 400, there are too many.
         """
-        own = [] if ignore_eos else [token for token in self.tokenizer.end_tokens if token < self.n_vocab]
-        ends = tuple(dict.fromkeys([*own, *others]))
+        eos = [] if ignore_eos else [token for token in self.tokenizer.end_tokens if token < self.n_vocab]
+        ends = tuple(dict.fromkeys([*eos, *others]))
         if len(ends) > MAX_STOP_TOKENS:
-            allowed = f"at most {MAX_STOP_TOKENS - len(own)} besides the {len(own)} end tokens of this model"
+            allowed = f"at most {MAX_STOP_TOKENS - len(eos)} besides the {len(eos)} end tokens of this model"
             raise invalid(f"stop_token_ids has {len(others)} token IDs; {allowed} are allowed", "stop_token_ids")
         return ends
 

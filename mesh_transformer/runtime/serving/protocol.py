@@ -24,7 +24,7 @@ INT64 = 2**63
 END_OF_TEXT: list[str | list[int]] = [""]
 Count = Annotated[int, Field(lt=2**31)]
 _KINDS: dict[type, Any] = {int: Count, float: float}
-# fields that would change the answer: the reason of the refusal, and values that ask for nothing
+# fields that would change the answer: the reason of the refusal, and the neutral values, which are accepted
 Refusals = Mapping[str, tuple[str, list[Any]]]
 _FREE = "this server cannot constrain the form of an answer yet, it writes plain text"
 _ALL_TOKENS = "this server cannot exclude tokens by this field; logit_bias can"

@@ -10,7 +10,7 @@ import numpy as np
 from mesh_transformer import logs
 from mesh_transformer.runtime.training.run_folder import EXPERTS
 
-# of each validation set, (layers with experts, experts): tokens of an expert over the mean of its layer
+# by validation set, (layers with experts, experts): the tokens of an expert divided by the mean of its layer
 Load = Mapping[str, np.ndarray]
 _DIGITS = 4
 
@@ -38,7 +38,7 @@ def newest(folder: str) -> ExpertLoad | None:
 
 
 def cut_broken_end(folder: str) -> None:
-    """Remove what a kill left after the last record.
+    """Remove the incomplete record that a kill left at the end.
 
     Raises:
         UserError: the file is not of a run.

@@ -51,8 +51,8 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int], tokeniz
 
 
 def source_scalars(config: Config, feed: Loader) -> dict[str, float]:
-    """What the run has taken from each source of a mixture: {"data/tokens_<source>": tokens, "data/epochs_<source>":
-    passes}. Empty for a single set."""
+    """The tokens and the passes that the run has read of each source of a mixture: {"data/tokens_<source>": tokens,
+    "data/epochs_<source>": passes}. Empty for a single set."""
     scalars: dict[str, float] = {}
     for name in config.data.sources:
         source = feed.get_state()["sources"][name]

@@ -1,4 +1,4 @@
-"""device_train.py --plan-mesh: which host and device holds what, as a table and as a picture. Nothing is compiled."""
+"""device_train.py --plan-mesh: the parts of each host and device, as a table and as a picture. Nothing is compiled."""
 
 import colorsys
 import dataclasses
@@ -27,7 +27,7 @@ from mesh_transformer.spec import starts
 from mesh_transformer.train.step import TrainProgram
 
 PICTURE = "mesh.png"
-# The columns of the named dimensions, with what a column counts. A dimension that is not here goes by its name.
+# The title of each dimension's column, and the unit that it counts. Other dimensions have their name as both.
 _COLUMNS = {
     "layers": ("layers", "layers"),
     "computed": ("computed", "layers that it computes, with weights from the devices that keep them"),
@@ -52,12 +52,12 @@ _GAP = 0.3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeshPlan:
-    """What the devices of a training run hold.
+    """The parts of arrays that each device of a training run holds.
 
     Args:
         shape: the size of each mesh axis.
-        sizes: of the named dimensions, for one microbatch.
-        held: by device; a dimension without an axis is in it too.
+        sizes: the size of each named dimension, for one microbatch.
+        held: the parts of each device, of split and of replicated dimensions.
         parameter_bytes, state_bytes: float32 parameters and optimizer state of one device, which are equal for all.
         slices: the TPU slice of each device, by its id.
     """
@@ -85,24 +85,24 @@ class MeshPlan:
         sizes |= {"batch": batch, "kv_heads": decoder.kv_heads, "layers": decoder.runs[shared].layers}
         held = holdings(program.partition, sizes)
         sizes["moments"] = sizes["embed"]
-        for one, state in zip(held, holdings(program.moments, {"embed": sizes["embed"]}), strict=True):
-            one.parts["moments"] = state.parts["embed"]
+        for holding, state in zip(held, holdings(program.moments, {"embed": sizes["embed"]}), strict=True):
+            holding.parts["moments"] = state.parts["embed"]
         if shape["pp"] > 1 and (rounds := config.mesh.rounds_of_layers) > 1:
             sizes["computed"] = sizes["layers"]
-            for one in held:
-                one.parts["computed"] = _computed(one.parts["layers"], sizes["layers"], rounds)
+            for holding in held:
+                holding.parts["computed"] = _computed(holding.parts["layers"], sizes["layers"], rounds)
         if len(decoder.runs) > 1:
             _count_whole(sizes, held, starts(decoder.runs)[shared], len(decoder.layers))
         state = program.abstract_state
-        slices = {device.id: number for number, some in enumerate(platforms.by_slice(devices)) for device in some}
+        slices = {device.id: number for number, members in enumerate(platforms.by_slice(devices)) for device in members}
         return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state), slices)
 
     @functools.cached_property
     def hosts(self) -> dict[int, list[Holding]]:
         """The devices of each process."""
         by_host: dict[int, list[Holding]] = defaultdict(list)
-        for one in sorted(self.held, key=lambda one: (one.device.process_index, one.device.id)):
-            by_host[one.device.process_index].append(one)
+        for holding in sorted(self.held, key=lambda holding: (holding.device.process_index, holding.device.id)):
+            by_host[holding.device.process_index].append(holding)
         return dict(by_host)
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class MeshPlan:
     def _groups(self, name: str) -> list[int]:
         """For each device, the first device that holds its part, as an index of `held`."""
         first: dict[Spans, int] = {}
-        return [first.setdefault(one.parts[name], index) for index, one in enumerate(self.held)]
+        return [first.setdefault(holding.parts[name], index) for index, holding in enumerate(self.held)]
 
     @functools.cached_property
     def several_slices(self) -> bool:
@@ -143,9 +143,9 @@ class MeshPlan:
 
     def _crosses(self, axis: str, part: Callable[[jax.Device], int]) -> bool:
         groups = defaultdict(set)
-        for one in self.held:
-            place = tuple((name, at) for name, at in one.place.items() if name != axis)
-            groups[place].add(part(one.device))
+        for holding in self.held:
+            place = tuple((name, at) for name, at in holding.place.items() if name != axis)
+            groups[place].add(part(holding.device))
         return any(len(group) > 1 for group in groups.values())
 
 
@@ -160,13 +160,13 @@ def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
 
 
 def _count_whole(sizes: dict[str, int], held: list[Holding], first: int, layers: int) -> None:
-    """Number the layers from the first one of the model on, not from the `first` one of the run that the stages share
-    out. Every device has the layers before and after this run."""
+    """Number the layers from the start of the model. Before, the pipelined run, whose first layer is `first` in the
+    model, had the number 0. Every device has the layers before and after this run."""
     stop = first + sizes["layers"]
-    for one in held:
-        for name in one.parts.keys() & {"layers", "computed"}:
-            moved = (range(span.start + first, span.stop + first) for span in one.parts[name])
-            one.parts[name] = merged([span for span in (range(first), *moved, range(stop, layers)) if span])
+    for holding in held:
+        for name in holding.parts.keys() & {"layers", "computed"}:
+            moved = (range(span.start + first, span.stop + first) for span in holding.parts[name])
+            holding.parts[name] = merged([span for span in (range(first), *moved, range(stop, layers)) if span])
     for name in sizes.keys() & {"layers", "computed"}:
         sizes[name] = layers
 
@@ -208,7 +208,7 @@ def lines(plan: MeshPlan) -> list[str]:
     if plan.several_slices:
         slices = f", {len(set(plan.slices.values()))} slices"
         between = f"; across slices: {', '.join(filter(plan.crosses_slices, plan.axes))}"
-    found = [
+    header = [
         f"{named(plan.shape)}: {len(plan.held)} x {kind}{slices}, {plural(len(plan.hosts), 'host')}",
         f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}{between}.",
         f"Each device: {_size(plan.parameter_bytes)} of parameters (float32), {_size(plan.state_bytes)} of optimizer "
@@ -220,33 +220,33 @@ def lines(plan: MeshPlan) -> list[str]:
     places = ["slice", "host"] if plan.several_slices else ["host"]
     rows = [[*places, "devices", *plan.axes, *(title for title, _ in plan.split.values())]]
     for host, devices in plan.hosts.items():
-        groups = [devices] if len(plan.held) > MANY else [[one] for one in devices]
+        groups = [devices] if len(plan.held) > MANY else [[holding] for holding in devices]
         for group in groups:
             where = [str(plan.slices[group[0].device.id]), str(host)][-len(places) :]
             rows.append([*where, *_row(plan, group)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return found + [
+    return header + [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
 
 
 def _explained(plan: MeshPlan) -> list[str]:
-    """What the columns count, and what each device holds all of."""
-    found = [f"{title}: {text} ({plan.sizes[name]:,})" for name, (title, text) in plan.split.items()]
-    whole = [
+    """The meaning of the columns, and the dimensions that are not split."""
+    columns = [f"{title}: {text} ({plan.sizes[name]:,})" for name, (title, text) in plan.split.items()]
+    unsplit = [
         f"{plan.sizes[name]:,} {_COLUMNS[name][1]}"
         for name in ("layers", "batch", "seq", "heads")
         if name not in plan.split
     ]
-    return [*found, *([f"Each device holds all of: {', '.join(whole)}."] if whole else [])]
+    return [*columns, *([f"Each device holds all of: {', '.join(unsplit)}."] if unsplit else [])]
 
 
 def _row(plan: MeshPlan, group: Sequence[Holding]) -> list[str]:
-    """The cells of a line for several devices: what they hold together."""
+    """The cells of a line for a group of devices: the union of their parts."""
     return [
-        _text(spans(one.device.id for one in group)),
-        *(_text(spans(one.place[axis] for one in group)) for axis in plan.axes),
-        *(_text(_union(one.parts[name] for one in group)) for name in plan.split),
+        _text(spans(holding.device.id for holding in group)),
+        *(_text(spans(holding.place[axis] for holding in group)) for axis in plan.axes),
+        *(_text(_union(holding.parts[name] for holding in group)) for name in plan.split),
     ]
 
 
@@ -254,9 +254,9 @@ def _union(parts: Iterable[Spans]) -> Spans:
     return merged(span for part in set(parts) for span in part)
 
 
-def _text(found: Spans) -> str:
-    """Such as `0-15, 48-63`: both ends belong to the range."""
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in found)
+def _text(numbers: Spans) -> str:
+    """The spans as text, such as `0-15, 48-63`: both ends belong to a span."""
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in numbers)
 
 
 def _size(nbytes: int) -> str:
@@ -280,8 +280,8 @@ def draw(plan: MeshPlan, path: str) -> None:
         left, top = number % per_row * (wide + _GAP), number // per_row * (high + _GAP) + _GAP
         where = f"slice {plan.slices[devices[0].device.id]}, host {host}" if plan.several_slices else f"host {host}"
         axes.text(left, top - 0.05, where, fontsize=6 if many else 8)
-        for index, one in enumerate(devices):
-            _draw_device(axes, plan, one, (left + index % wide, top + index // wide), brief=many)
+        for index, holding in enumerate(devices):
+            _draw_device(axes, plan, holding, (left + index % wide, top + index // wide), brief=many)
     axes.set(xlim=(-0.02, width + 0.02), ylim=(height + 0.02, 0))
     axes.axis("off")
     axes.set_title(f"{named(plan.shape)}\n{_legend(plan.axes, many)}", fontsize=9)
@@ -289,27 +289,27 @@ def draw(plan: MeshPlan, path: str) -> None:
 
 
 def _legend(axes: Sequence[str], numbers: bool) -> str:
-    """What the colors mean: devices that differ in the innermost axis only are shades of one color."""
+    """The legend of the colors: devices that differ in the innermost axis only are shades of one color."""
     outer, inner = (axes[:-1], axes[-1:]) if len(axes) > 1 else (axes, ())
-    found = [f"{what}: {', '.join(some)}" for what, some in (("color", outer), ("shade", inner)) if some]
-    return "; ".join([*found, *([f"numbers: {', '.join(axes)}"] if numbers else [])])
+    parts = [f"{what}: {', '.join(names)}" for what, names in (("color", outer), ("shade", inner)) if names]
+    return "; ".join([*parts, *([f"numbers: {', '.join(axes)}"] if numbers else [])])
 
 
-def _draw_device(axes: Any, plan: MeshPlan, one: Holding, at: tuple[float, float], *, brief: bool) -> None:
+def _draw_device(axes: Any, plan: MeshPlan, holding: Holding, at: tuple[float, float], *, brief: bool) -> None:
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_color(plan, one.place), edgecolor="black", linewidth=0.5))
-    place = " ".join(f"{axis} {one.place[axis]}" for axis in plan.axes)
-    held = [f"{title} {_text(one.parts[name])}" for name, (title, _) in plan.split.items()]
-    text = "\n".join([f"device {one.device.id}{place and f': {place}'}", *held])
+    axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_color(plan, holding.place), edgecolor="black", linewidth=0.5))
+    place = " ".join(f"{axis} {holding.place[axis]}" for axis in plan.axes)
+    held = [f"{title} {_text(holding.parts[name])}" for name, (title, _) in plan.split.items()]
+    text = "\n".join([f"device {holding.device.id}{place and f': {place}'}", *held])
     if brief:
-        text = ", ".join(str(one.place[axis]) for axis in plan.axes)
+        text = ", ".join(str(holding.place[axis]) for axis in plan.axes)
     axes.text(at[0] + 0.04, at[1] + 0.06, text, fontsize=5 if brief else 7, va="top", clip_on=True)
 
 
 def _color(plan: MeshPlan, place: Mapping[str, int]) -> tuple[float, float, float]:
-    """A hue for each place on all axes but the innermost one, which is the lightness. So the devices of a group of
-    tensor parallelism are shades of one color."""
+    """The outer axes give the hue, and the innermost axis the lightness. So the devices of a group of tensor
+    parallelism are shades of one color."""
     outer, inner = (plan.axes[:-1], plan.axes[-1]) if len(plan.axes) > 1 else (plan.axes, None)
     hue, groups = 0, 1
     for axis in outer:

@@ -22,9 +22,9 @@ _DPI = 120
 _MAP_INCHES = 6.0
 # fewer points than this are marked, and are never cut off
 _FEW = 20
-# the share of the steps whose losses are far above the others
+# the share of the steps, at the start, whose losses may be far above the later ones
 _START = 0.1
-# and how much higher they are, over the range of the others, if they are cut off
+# they are cut off if they exceed the later losses by this multiple of the later losses' range
 _CUT = 1.5
 
 
@@ -80,11 +80,11 @@ def plot_losses(folder: str) -> None:
     for panel in other:
         _training(panel, balance, {})
         panel.set(ylabel="balance loss, before its weight (1: even)", title="Balance of its experts")
-    for panel, *empty in below:
+    for panel, *blanks in below:
         _lines(panel, {"": rates})
         panel.set(ylabel="learning rate", ylim=(0, None))
-        for one in empty:
-            one.set_axis_off()
+        for blank in blanks:
+            blank.set_axis_off()
     write_png(figure, os.path.join(folder, CURVE))
 
 
@@ -162,7 +162,7 @@ def _training(axes: Any, training: Points, others: Mapping[str, Points]) -> None
 
 def _shown_range(training: Points, others: Points) -> tuple[tuple[float, float], str] | None:
     """The limits of a scale for the losses after the first steps of the training, and for all `others`, with a text
-    about what lies above. None: the scale of all points is good."""
+    about the points above it. None: the scale shows all points."""
     if len(training) < _FEW:
         return None
     first, last = training[0][0], training[-1][0]

@@ -56,8 +56,8 @@ class StepProfile:
         # the newest step that the trace has
         self._last = 0
         if wanted and not self._steps:
-            found = f"steps {computed[0]} to {computed[-1]}" if computed else "no step"
-            log.info("logging.profile_steps [%d, %d]: no trace, because this start computes %s", first, last, found)
+            steps = f"steps {computed[0]} to {computed[-1]}" if computed else "no step"
+            log.info("logging.profile_steps [%d, %d]: no trace, because this start computes %s", first, last, steps)
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,5 @@
-"""What decides the bits of a training step, as each checkpoint records it. A resumed run keeps the values that options
-with "auto" had, where they fit, and says what else differs."""
+"""The versions, devices and options that decide the bits of a training step. Each checkpoint records them. A resumed
+run keeps the recorded values of options with "auto", where they fit, and logs the other differences."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from mesh_transformer.ops.attend.kernels import Setting
 from mesh_transformer.runtime.session.broadcast import from_first_process
 from mesh_transformer.runtime.session.session import Session
 
-# of what a checkpoint keeps beside the arrays
+# the key in the `extra` of a checkpoint
 KEY = "provenance"
 PACKING, ATTENTION = "data.packing", "compute.attention"
 _GIT_S = 10
@@ -32,17 +32,17 @@ _SETTING: pydantic.TypeAdapter[Setting] = pydantic.TypeAdapter(str | dict[str, s
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """What decides the bits of a step, apart from the config and the data."""
+    """The versions, devices and options that, with the config and the data, decide the bits of a step."""
 
-    # of this package and of what compiles programs; this package's with the commit, in a checkout
+    # of this package, with the commit in a checkout, and of the packages that compile programs
     versions: dict[str, str]
     device: str
     # the axes of the mesh of all devices
     mesh: dict[str, int]
     processes: int
-    # on CPU: the order of some sums depends on their number
+    # of the CPU client: the order of sums may depend on their number. None on GPU and TPU
     threads: int | None
-    # of each option that is "auto", such as "compute.dtype"
+    # the value of each option that is "auto", such as "compute.dtype"
     resolved: dict[str, Any]
 
     @classmethod
@@ -66,7 +66,7 @@ class Provenance:
 
     @classmethod
     def recorded(cls, extra: dict[str, Any]) -> Self | None:
-        """The provenance that a checkpoint has in `extra`; None: it has none, or one of another form."""
+        """The provenance that a checkpoint has in `extra`; None: it is missing or has another form."""
         try:
             return pydantic.TypeAdapter(cls).validate_python(extra.get(KEY))
         except pydantic.ValidationError:
@@ -78,7 +78,7 @@ class Provenance:
         return self.resolved.get(PACKING) == "documents"
 
     def differences(self, now: Self) -> list[str]:
-        """What differs between this provenance and one of today, such as `jax 0.10.2 -> 0.12.0`."""
+        """The differences between this provenance and `now`, such as `jax 0.10.2 -> 0.12.0`."""
         versions = dict.fromkeys([*self.versions, *now.versions])
         pairs = {name: (self.versions.get(name, "none"), now.versions.get(name, "none")) for name in versions}
         pairs |= {"device": (self.device, now.device), "mesh": (named(self.mesh), named(now.mesh))}
@@ -91,7 +91,7 @@ class Provenance:
         return [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
 
     def to_json(self) -> dict[str, Any]:
-        """What `recorded` reads."""
+        """The JSON value that `recorded` reads."""
         return dataclasses.asdict(self)
 
 
@@ -115,7 +115,7 @@ def resolved(session: Session, *, documents: bool | None) -> dict[str, Any]:
 
 
 def _kernels(session: Session, *, documents: bool) -> str | dict[str, str]:
-    """The attention kernel of the layers, or that of each `Case.heads` if there are several."""
+    """The attention kernel of the layers; by `Case.heads` if they have several kernels."""
     placement, seq = session.placement, session.config.seq
     cases, kernels = placement.cases(seq, documents=documents), placement.kernels(seq, documents=documents)
     by_heads = {cases[kind].heads: kernel for kind, kernel in kernels.items()}
@@ -183,7 +183,7 @@ def _with_value(config: Config, option: str, value: Any) -> tuple[Config, Placem
 
 @functools.cache
 def _own_version() -> str:
-    """Of this package; in a checkout with the commit, such as `2.0.0 (9cbe7143763e)`."""
+    """The version of this package; in a checkout with the commit, such as `2.0.0 (9cbe7143763e)`."""
     if not os.path.exists(os.path.join(environment.CHECKOUT, ".git")):
         return __version__
     # a lock would disturb the git that a user runs

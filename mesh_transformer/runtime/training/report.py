@@ -20,7 +20,7 @@ _VAL_LOSS = "val/loss_"
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """What a step computes.
+    """The work of a step.
 
     Args:
         tokens: tokens of a step, over the whole mesh.
@@ -78,7 +78,7 @@ class _Pending:
 
     Args:
         metrics: the metrics on the device.
-        data: what the run has taken from its sources.
+        data: the tokens and passes of the sources (`feeds.source_scalars`).
         scalars: the metrics on the host. Empty until `MetricsReporter.settle`.
     """
 
@@ -94,7 +94,7 @@ class MetricsReporter:
     So the device does not wait for the host, except in `settle`, which precedes each validation and save.
 
     Args:
-        work: what each step computes.
+        work: the work of each step.
         goodput: gets the time of each step.
         steps_redone: the steps that all restarts together repeated. It is written with the metrics of each step.
         stop: whether a step with a value that is not finite ends the run.
@@ -119,7 +119,7 @@ class MetricsReporter:
         self.val_loss: dict[str, float] = {}
 
     def push(self, step: int, metrics: Any, data: Scalars) -> None:
-        """Add the metrics of `step`, whose computation may still run, and what the run has taken from its sources."""
+        """Add the metrics of `step`, whose computation may still run, and the tokens and passes of the sources."""
         self._write()
         self._pending = _Pending(step, metrics, data)
 

@@ -135,8 +135,8 @@ def warn_of_little_space(folder: str, checkpoint: int, steps: int, keep_latest: 
     that is written.
 
     Args:
-        folder: of a local run, which has `steps` checkpoints.
-        checkpoint: bytes of one.
+        folder: the folder of a local run, which has `steps` checkpoints.
+        checkpoint: size of a checkpoint, bytes.
     """
     free, copies = shutil.disk_usage(folder).free, keep_latest + 1
     needed = checkpoint * (copies - min(steps, keep_latest))
@@ -191,14 +191,14 @@ def claim_run_folder(root: str, folder: str) -> str:
         UserError: the bucket is not writable.
     """
     path = os.path.join(folder, RUN_ID)
-    own = _id_in(path)
-    name = _id_in_bucket(root) if files.is_remote(root) else own or _new_id()
+    local_id = _id_in(path)
+    name = _id_in_bucket(root) if files.is_remote(root) else local_id or _new_id()
     if files.is_remote(root):
-        if own != name:
+        if local_id != name:
             _remove(folder)
         for file in _RECORDS:
             _restore_metrics_from_bucket(files.join(root, file), os.path.join(folder, file))
-    if own != name:
+    if local_id != name:
         files.replace(path, name.encode())
     return name
 

@@ -113,7 +113,7 @@ class PromptSamples:
 
     def _complete(self, params: Params, step: int) -> dict[int, str]:
         """The completion of each prompt by its index. Some are missing if `stop` returns true."""
-        settings, found = self._session.config.logging, dict[int, str]()
+        settings, completions = self._session.config.logging, dict[int, str]()
         ends = end_tokens(self._tokenizer, self._session.config.model.n_vocab)
         options = SamplingParams(
             temperature=settings.sample_temperature, max_tokens=settings.sample_tokens, stop_token_ids=ends
@@ -133,11 +133,11 @@ class PromptSamples:
         for i, _, text in complete(engine, inputs):
             if jax.process_count() == 1 and self._stop():
                 break
-            found[i] = text or ""
-            progress.update(len(found))
+            completions[i] = text or ""
+            progress.update(len(completions))
         engine.unload()
         progress.close()
-        return found
+        return completions
 
     def _loaded_engine(self, params: Params) -> SlotEngine:
         """The engine with these parameters, in the compute dtype."""
@@ -223,12 +223,12 @@ def append(folder: str, step: int, samples: Sequence[Sample]) -> None:
 def newest(folder: str, step: int) -> list[Sample] | None:
     """The samples that were written last for `step`. None if there are none."""
     records = logs.read_json_lines(os.path.join(folder, SAMPLES), _is_samples)
-    found = [record["samples"] for record in records if record["step"] == step]
-    return [Sample(**sample) for sample in found[-1]] if found else None
+    versions = [record["samples"] for record in records if record["step"] == step]
+    return [Sample(**sample) for sample in versions[-1]] if versions else None
 
 
 def cut_broken_end(folder: str) -> None:
-    """Remove what a kill left after the last record.
+    """Remove the incomplete record that a kill left at the end.
 
     Raises:
         UserError: the file is not of a run.

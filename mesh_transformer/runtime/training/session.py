@@ -22,7 +22,7 @@ def open_session(config: Config, tokenizer_files: str | None = None, before: Pro
     """`Session.open` with `mesh.overlap_tp` "auto" decided for the training step.
 
     Args:
-        before: of the checkpoint from which the run resumes: see `keep_resolved`.
+        before: the provenance of the checkpoint from which the run resumes: see `keep_resolved`.
 
     Raises:
         UserError: the devices do not fit the mesh.
@@ -38,14 +38,14 @@ def open_session(config: Config, tokenizer_files: str | None = None, before: Pro
 
 
 def suggest_a_faster_step(session: Session) -> None:
-    """Log, on a TPU slice, what `preflight.py --search` would change, if the closed form estimates a faster step."""
+    """On a TPU slice, log the overrides of `preflight.py --search` if the closed form estimates a faster step."""
     devices = jax.devices()
     accelerator = of_device(devices[0].device_kind)
     if jax.process_index() or accelerator is None or not accelerator.is_tpu or len(by_slice(devices)) > 1:
         return
-    found = faster(session.config, len(devices), accelerator)
-    if found is not None:
-        best, times = found
+    suggestion = faster(session.config, len(devices), accelerator)
+    if suggestion is not None:
+        best, times = suggestion
         log.info(
             "a step is estimated to run %.1f times faster with %s; %s --search compiles it",
             times,

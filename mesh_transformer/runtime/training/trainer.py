@@ -365,8 +365,8 @@ class TrainingRun:
         progress = Progress("training", optimizer.total_steps, unit="step", done=start_point.step, quiet=quiet)
         sinks: list[logs.Sink] = []
         if self.is_first:
-            whole = self.config.model_dump(mode="json")
-            sinks = [*logs.open_sinks(self.config.logging, whole, self.folder, self.run_id), self.observer]
+            config_values = self.config.model_dump(mode="json")
+            sinks = [*logs.open_sinks(self.config.logging, config_values, self.folder, self.run_id), self.observer]
         redone, stop = start_point.counters.steps_redone, optimizer.nonfinite == "stop"
         goodput = Goodput(self.began, start_point.step, logged.step)
         sources = self.config.data.sources
@@ -385,8 +385,8 @@ class TrainingRun:
     def _record(self, step: int) -> dict[str, float]:
         """The scalars of a step that this run wrote before it was resumed, if the metrics file has them."""
         records = logs.read_json_lines(os.path.join(self.folder, run_folder.METRICS)) if self.is_first else []
-        found: dict[str, float] = next((record for record in reversed(records) if record["step"] == step), {})
-        return {name: value for name, value in found.items() if name != "step" and value is not None}
+        scalars: dict[str, float] = next((record for record in reversed(records) if record["step"] == step), {})
+        return {name: value for name, value in scalars.items() if name != "step" and value is not None}
 
     def _publish(self, *, last: bool) -> None:
         """Draw the plots, if the last ones are old enough. Copy the plots and the metrics of a run in a bucket

@@ -24,7 +24,7 @@ class Validated(NamedTuple):
         scalars: {"val/loss_<set>": nats per learned token without z-loss, "val/bits_per_byte_<set>": the same for a
             byte of the text, where the bytes were counted and all tokens are learned, "val/accuracy_<set>": fraction of
             correct predictions}.
-        load: of each set, the mean over its batches. Empty for a model without routed experts.
+        load: by set, the mean over its batches. Empty for a model without routed experts.
         finished: whether all sets were computed, before a signal asked the run to stop.
     """
 
@@ -68,7 +68,7 @@ class Validation:
             if not tokens.any():
                 log.warning("validation set %s: no token of its first batches is learned, so it has no loss", name)
                 continue
-            # of equal numbers of tokens, 1 each
+            # the weights of the batches: 1 each if they have equally many tokens
             shares = tokens / max(tokens.mean(), 1)
             loss, accuracy = (float(np.mean(shares * [r[metric] for r in results])) for metric in ("loss", "accuracy"))
             scalars[f"val/loss_{name}"] = loss
