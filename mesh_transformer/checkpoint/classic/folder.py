@@ -15,14 +15,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.classic.npz import NpzReader
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
-from mesh_transformer.errors import UserError, plural
+from mesh_transformer.errors import UserError
 from mesh_transformer.spec import Split
 
 FILES_PER_SHARD = 16
@@ -43,14 +41,6 @@ class Meta(BaseModel, strict=True):
     checkpoints: list[NonNegativeInt]
     # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
     aux: dict[str, Any] = {}
-
-
-class StepContents(NamedTuple):
-    """The number of shards in a step folder, and whether it is full."""
-
-    shards: int
-    # with Adam's moments
-    full: bool
 
 
 def shard_file(folder: str, shard: int, number: int) -> str:
@@ -89,29 +79,6 @@ def find_step(path: str) -> str | None:
     if step not in steps:
         raise UserError(f"no classic checkpoint of step {step} in {path}: available are {steps}")
     return files.join(path, f"step_{step}")
-
-
-def inspect(folder: str) -> StepContents:
-    """The contents of a step folder. The first array of a full checkpoint is a scalar, Adam's count.
-
-    Raises:
-        UserError: shards or files are missing.
-    """
-    names = files.list_dir(folder)
-    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"shard_(\d{1,5})", name)))
-    if not numbers:
-        raise UserError(f"{folder}: expected the folders shard_0, shard_1, ..., found {names[:5] or 'nothing'}")
-    missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
-    if missing:
-        raise UserError(f"{folder}: shard_{missing[0]} is missing, found {plural(len(numbers), 'shard')}")
-    for number in numbers:
-        existing = set(files.list_dir(files.join(folder, f"shard_{number}")))
-        absent = [f"{i}.npz" for i in range(FILES_PER_SHARD) if f"{i}.npz" not in existing]
-        if absent:
-            raise UserError(f"{folder}/shard_{number}: {', '.join(absent)} missing: the copy may be incomplete")
-    first = NpzReader().open(shard_file(folder, 0, 0)).get("arr_0")
-    full = first is not None and first.shape == () and first.dtype == np.int32
-    return StepContents(len(numbers), full)
 
 
 def read_meta(root: str) -> Meta | None:

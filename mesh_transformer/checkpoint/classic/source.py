@@ -4,22 +4,31 @@ import posixpath
 import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import folder as layout
 from mesh_transformer.checkpoint.classic.folder import Leaf
 from mesh_transformer.checkpoint.classic.npz import Member, NpzReader
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
 from mesh_transformer.spec import Split
 
 OPEN_AT_ONCE = 16
 DIFFERS = "differs between shards, unlike in the original program's files: the sum or mean over the shards is read"
 UNUSED = "has values in unused shards, unlike in the original program's files: these values are dropped"
+
+
+class StepContents(NamedTuple):
+    """The number of shards in a step folder, and whether it is full."""
+
+    shards: int
+    # with Adam's moments
+    full: bool
 
 
 class ClassicSource:
@@ -33,7 +42,7 @@ class ClassicSource:
                 expected and the found value.
         """
         self.where = folder.rstrip("/")
-        self.contents = layout.inspect(self.where)
+        self.contents = inspect(self.where)
         shards = self.contents.shards
         try:
             layout.check_shards(config, shards, self.where)
@@ -129,18 +138,18 @@ class ClassicSource:
     def _open(self, config: ModelConfig) -> dict[Leaf, list[Member]]:
         """The arrays of each leaf, one per shard, checked against the config."""
         order = layout.leaves(config, full=self.contents.full)
-        files = [
+        expected_files = [
             (layout.shard_file(self.where, shard, number), expected)
             for shard in range(self.contents.shards)
             for number, expected in enumerate(layout.group_by_file(order))
         ]
         with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
-            found = list(pool.map(lambda file: self._reader.open(file[0]), files))
+            found = list(pool.map(lambda file: self._reader.open(file[0]), expected_files))
         total = sum(len(arrays) for arrays in found[: len(layout.group_by_file(order))])
         if total != len(order):
             raise UserError(f"{self.where}/shard_0: {layout.explain_count(config, total)}")
         members: dict[Leaf, list[Member]] = defaultdict(list)
-        for (path, expected), arrays in zip(files, found, strict=True):
+        for (path, expected), arrays in zip(expected_files, found, strict=True):
             if set(arrays) != {f"arr_{i}" for i in range(len(expected))}:
                 names = ", ".join(sorted(arrays))[:200]
                 raise UserError(f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {names}")
@@ -189,3 +198,26 @@ class ClassicSource:
         if match and meta and match[1] in meta.aux:
             extra["aux"] = meta.aux[match[1]]
         return extra
+
+
+def inspect(folder: str) -> StepContents:
+    """The contents of a step folder. The first array of a full checkpoint is a scalar, Adam's count.
+
+    Raises:
+        UserError: shards or files are missing.
+    """
+    names = files.list_dir(folder)
+    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"shard_(\d{1,5})", name)))
+    if not numbers:
+        raise UserError(f"{folder}: expected the folders shard_0, shard_1, ..., found {names[:5] or 'nothing'}")
+    missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
+    if missing:
+        raise UserError(f"{folder}: shard_{missing[0]} is missing, found {plural(len(numbers), 'shard')}")
+    for number in numbers:
+        existing = set(files.list_dir(files.join(folder, f"shard_{number}")))
+        absent = [f"{i}.npz" for i in range(layout.FILES_PER_SHARD) if f"{i}.npz" not in existing]
+        if absent:
+            raise UserError(f"{folder}/shard_{number}: {', '.join(absent)} missing: the copy may be incomplete")
+    first = NpzReader().open(layout.shard_file(folder, 0, 0)).get("arr_0")
+    full = first is not None and first.shape == () and first.dtype == np.int32
+    return StepContents(len(numbers), full)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from support.classic_folders import RandomSource, model_config, stored, values, write
 
-from mesh_transformer.checkpoint.classic.folder import StepContents, inspect
-from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.classic.source import ClassicSource, StepContents, inspect
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.open import open_source, open_step
