@@ -30,7 +30,8 @@ from support.covering import covering
 from support.engines import complete, engine_of
 
 from mesh_transformer.accelerators import ACCELERATORS, Accelerator
-from mesh_transformer.checkpoint.hf.source import HFSource, read_model
+from mesh_transformer.checkpoint.hf.config import read_model
+from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import config_json, write_hf
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore

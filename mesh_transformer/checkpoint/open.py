@@ -8,7 +8,8 @@ from mesh_transformer import files, hub
 from mesh_transformer.checkpoint import origin
 from mesh_transformer.checkpoint.classic import folder as classic_folder
 from mesh_transformer.checkpoint.classic.source import ClassicSource
-from mesh_transformer.checkpoint.hf.source import HFSource, read_model, uniform_dtype
+from mesh_transformer.checkpoint.hf.config import read_model
+from mesh_transformer.checkpoint.hf.source import HFSource, uniform_dtype
 from mesh_transformer.checkpoint.identity import check_model, recorded_model
 from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, read_manifest
 from mesh_transformer.checkpoint.origin import Origin

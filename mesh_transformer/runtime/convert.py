@@ -13,7 +13,8 @@ import numpy as np
 from mesh_transformer import files, hub, logs, platforms
 from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, write_config, write_meta
 from mesh_transformer.checkpoint.classic.writer import write_classic
-from mesh_transformer.checkpoint.hf.source import HFSource, read_config, read_model, uniform_dtype, weight_files
+from mesh_transformer.checkpoint.hf.config import read_config, read_model
+from mesh_transformer.checkpoint.hf.source import HFSource, uniform_dtype, weight_files
 from mesh_transformer.checkpoint.hf.writer import n_bytes, write_hf
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.native.writer import write_native

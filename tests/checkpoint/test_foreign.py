@@ -8,11 +8,11 @@ import pytest
 from support import families
 from support.covering import covering
 
+from mesh_transformer.checkpoint.hf.config import read_model
 from mesh_transformer.checkpoint.hf.source import (
     export_tensor,
     foreign_shape,
     import_tensor,
-    read_model,
     stacked_rows,
     unpadded_shape,
 )

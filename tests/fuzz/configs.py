@@ -13,7 +13,7 @@ from support.hf_models import VARIANTS
 from support.mutations import mutated_json
 
 from fuzz.harness import Attempt
-from mesh_transformer.checkpoint.hf.source import parse_model, read_model
+from mesh_transformer.checkpoint.hf.config import parse_model, read_model
 from mesh_transformer.checkpoint.hf.writer import config_json
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.families import FAMILIES

@@ -11,7 +11,7 @@ import pytest
 from golden.jaxformer import BLOCKS, MODEL, numbers, parameters
 from support.builders import float32_model, program
 
-from mesh_transformer.checkpoint.hf.source import parse_model
+from mesh_transformer.checkpoint.hf.config import parse_model
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError

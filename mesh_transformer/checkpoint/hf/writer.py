@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint.hf.config import parse_model
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed, encode_header
 from mesh_transformer.checkpoint.hf.source import (
     SAFETENSORS,
@@ -16,7 +17,6 @@ from mesh_transformer.checkpoint.hf.source import (
     export_tensor,
     foreign_names,
     foreign_shape,
-    parse_model,
     stacked_rows,
     uniform_dtype,
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import hf_folders as hf
 
-from mesh_transformer.checkpoint.hf.source import read_model
+from mesh_transformer.checkpoint.hf.config import read_model
 from mesh_transformer.checkpoint.hf.writer import config_json
 from mesh_transformer.errors import UserError
 

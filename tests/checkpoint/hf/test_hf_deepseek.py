@@ -10,7 +10,8 @@ import safetensors.numpy
 from support import families
 from support import hf_folders as hf
 
-from mesh_transformer.checkpoint.hf.source import HFSource, read_model, uniform_dtype
+from mesh_transformer.checkpoint.hf.config import read_model
+from mesh_transformer.checkpoint.hf.source import HFSource, uniform_dtype
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES

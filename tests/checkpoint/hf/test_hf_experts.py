@@ -11,7 +11,8 @@ from support import families
 from support import hf_folders as hf
 from support.builders import TINY, program
 
-from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors, read_model
+from mesh_transformer.checkpoint.hf.config import read_model
+from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.load import load, load_by_layer
 from mesh_transformer.errors import UserError

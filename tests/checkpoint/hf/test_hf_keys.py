@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from support.families import OF_TRANSFORMERS
 
-from mesh_transformer.checkpoint.hf.source import parse_model
+from mesh_transformer.checkpoint.hf.config import parse_model
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, HfKeys, Only

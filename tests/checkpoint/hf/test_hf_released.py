@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.checkpoint.hf.source import parse_model
+from mesh_transformer.checkpoint.hf.config import parse_model
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 

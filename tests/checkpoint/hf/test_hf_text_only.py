@@ -10,7 +10,8 @@ import pytest
 from support import hf_folders as hf
 from support.hf_models import VARIANTS
 
-from mesh_transformer.checkpoint.hf.source import HFSource, read_model
+from mesh_transformer.checkpoint.hf.config import read_model
+from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.open import CheckpointFolder, Format, open_folder, origin_of
 from mesh_transformer.errors import UserError

@@ -1,0 +1,75 @@
+"""Reads the config.json of a Hugging Face folder: its `model_type` selects the family."""
+
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from mesh_transformer import files
+from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.environment import command
+from mesh_transformer.errors import UserError
+from mesh_transformer.families import FAMILIES
+from mesh_transformer.families.hf_keys import ConfigJson
+
+
+def read_model(folder: str, *, text_only: bool = False) -> ModelConfig:
+    """The architecture that a folder's config.json describes.
+
+    Args:
+        text_only: read the text model of a folder that holds a vision tower too.
+
+    Raises:
+        UserError: config.json is missing or unreadable, or describes an unsupported model.
+    """
+    return parse_model(read_config(folder, text_only=text_only), f"{folder}/config.json")
+
+
+def read_config(folder: str, *, text_only: bool = False) -> dict[str, Any]:
+    """A folder's config.json, or what it says about the text model.
+
+    Raises:
+        UserError: it is missing or unreadable, or has no text model besides others.
+    """
+    path = files.join(folder, "config.json")
+    if not files.exists(path):
+        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json")
+    config = strict_json.read_object(path)
+    if not text_only:
+        return config
+    # only a conversion needs it
+    from mesh_transformer.checkpoint.hf.text_only import text_config
+
+    return text_config(config, path)
+
+
+def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
+    """The architecture that the content of a config.json describes.
+
+    Raises:
+        UserError: the model is not supported.
+    """
+    families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values() if family.HF_MODEL_TYPE is not None}
+    keys = ConfigJson(config)
+    model_type = keys.take("model_type", default=None)
+    try:
+        beside = {family.HF_BESIDE_VISION: name for name, family in families.items()}
+        if isinstance(model_type, str) and model_type in beside:
+            raise UserError(
+                f"model_type is {model_type!r}: this is the text model {beside[model_type]} beside a vision tower, "
+                f"which is not supported; {command('from-hf')} --text-only converts the text model alone"
+            )
+        if not isinstance(model_type, str) or model_type not in families:
+            raise UserError(f"model_type is {model_type!r:.60}: only {', '.join(families)} can be read")
+        model = families[model_type].from_hf(keys)
+        keys.refuse_rest()
+    except ValidationError as error:
+        raise UserError(f"{where}: {'; '.join(map(_reason, error.errors()))}") from error
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return model
+
+
+def _reason(detail: ErrorDetails) -> str:
+    error = detail.get("ctx", {}).get("error")
+    return str(error) if error else f"model.{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
