@@ -31,6 +31,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+# a folder with one of these has a tokenizer
+VOCABULARIES = frozenset({"tokenizer.json", "vocab.json"})
 CONFIG_FILES = ("config.json", "generation_config.json")
 # what the reader of a folder looks for (checkpoint/hf/source.py); .bin files only where there is no safetensors file
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")

@@ -220,7 +220,7 @@ _WAY_OUT = (
 
 def has_tokenizer(folder: str) -> bool:
     """Whether a folder, local or `gs://`, holds tokenizer files."""
-    return any(exists(join(folder, name)) for name in ("tokenizer.json", "vocab.json"))
+    return any(exists(join(folder, name)) for name in hub.VOCABULARIES)
 
 
 def _copy(source: str, target: str, names: Iterable[str]) -> None:
