@@ -56,6 +56,7 @@ ROOMS = {
     "checkpoint": [
         {"archive", "origin", "target", "tensors"},
         {"identity"},
+        {"format"},
         {"classic", "hf", "native"},
         {"open", "load"},
         {"store"},
@@ -373,6 +374,7 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (ranks, "runtime/training/trainer.py", "from mesh_transformer.cluster import jobs"),
     (ranks, "runtime/training/trainer.py", "from mesh_transformer.unheard_of import x"),
     (rooms, "checkpoint/hf/source.py", "from mesh_transformer.checkpoint.native.source import NativeSource"),
+    (rooms, "checkpoint/hf/format.py", "from mesh_transformer.checkpoint.native.format import NativeStep"),
     (rooms, "checkpoint/native/writer.py", "from mesh_transformer.checkpoint import open"),
     (
         rooms,

@@ -1,109 +1,146 @@
-"""Detects the format of a checkpoint by the contents of its folder, and opens it."""
+"""A checkpoint by its path. The table `FORMATS` recognizes it by the contents of its folder."""
 
-import enum
+import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mesh_transformer import files, hub
-from mesh_transformer.checkpoint import origin
-from mesh_transformer.checkpoint.classic import folder as classic_folder
-from mesh_transformer.checkpoint.classic.source import ClassicSource
-from mesh_transformer.checkpoint.hf.config import read_model
-from mesh_transformer.checkpoint.hf.source import HFSource, uniform_dtype
-from mesh_transformer.checkpoint.identity import check_model, recorded_model
-from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, read_manifest
+from mesh_transformer.checkpoint.classic.folder import step_numbers
+from mesh_transformer.checkpoint.classic.format import ClassicStep
+from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
+from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel
+from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
 
-_WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
+# The first that finds a checkpoint decides. Native steps beside classic ones are of a run that was resumed from these.
+FORMATS: tuple[type[StoredCheckpoint], ...] = (HubModel, NativeStep, ClassicStep, HFFolder)
 
 
-class Format(enum.Enum):
-    """The formats that can be read."""
-
-    NATIVE = "native"
-    CLASSIC = "classic"
-    HUGGING_FACE = "Hugging Face"
-
-
-class CheckpointFolder(NamedTuple):
-    """The format and the path of a checkpoint. The path of a native or classic checkpoint is its step folder."""
-
-    format: Format
-    path: str
-
-
-class ClassicRun(NamedTuple):
-    """A run of the original program: the folder of its newest step, and the step's entry `aux` in meta.json."""
-
-    folder: str
-    aux: dict[str, Any]
-
-
-def find_checkpoint(path: str, *, weights: bool = True) -> CheckpointFolder:
-    """The checkpoint at `path`: a step folder, a run's folder (its newest step), a Hugging Face folder or a name on its
-    hub, hf://ORG/NAME[@REVISION].
-
-    In a folder with native and classic steps the newest native step is used: a native run resumed from the classic one.
+class CheckpointTokenizer(NamedTuple):
+    """What `data.tokenizer.load_tokenizer` gets.
 
     Args:
-        weights: False: from the hub, download only the files that describe the model.
+        spec: a name or a folder; None: nothing names a tokenizer.
+        kept: whether `spec` is a folder that each native step has a copy of (origin.py).
+    """
+
+    spec: str | None = None
+    kept: bool = False
+
+
+class Checkpoint:
+    """A checkpoint by its path: a step folder, a run's folder (its newest step) or a Hugging Face folder, each local or
+    `gs://`, or a name on the hub, hf://ORG/NAME[@REVISION].
+
+    Nothing is read before it is asked for, and then it is read once: a checkpoint stays the step that was found first.
+    Whoever has written to a path opens it anew.
 
     Raises:
-        UserError: there is no checkpoint, or its layout is not supported; the message lists the folder's contents. Or
-            the hub has no such model, or cannot be reached.
+        UserError: at each question: there is no checkpoint, or its layout is not supported (the message lists the
+            folder's contents), or it cannot be read, or the hub has no such model or cannot be reached.
     """
-    if hub.is_name(path):
-        return CheckpointFolder(Format.HUGGING_FACE, hub.model_folder(path, weights=weights))
-    path = path.rstrip("/") or "/"
-    names = files.list_dir(path)
-    if _is_native_step(path, names):
-        return CheckpointFolder(Format.NATIVE, path)
-    if native := [name for name in _step_names(names) if _is_native_step(files.join(path, name))]:
-        return CheckpointFolder(Format.NATIVE, files.join(path, native[-1]))
-    if classic := classic_folder.find_step(path):
-        return CheckpointFolder(Format.CLASSIC, classic)
-    stored = [name for name in names if _WEIGHTS.fullmatch(name)]
-    if stored and "config.json" not in names:
-        raise UserError(f"{path} holds {listed(stored)} but no config.json: put config.json into the folder")
-    if stored:
-        return CheckpointFolder(Format.HUGGING_FACE, path)
-    root, _, name = path.rpartition("/")
-    if not names and re.fullmatch(r"step_\d+", name) and (steps := finished_steps(root or ".")):
-        raise UserError(f"no {name} in {root or '.'}: it has {listed(steps)}")
-    hint = "" if names or files.is_remote(path) else f"; a model on the Hugging Face hub is named {hub.FORM}"
-    raise UserError(
-        f"no checkpoint in {path}{files.seen_from(path)}: expected the folder of a run or one of its step_N folders, a "
-        "classic step_N folder with shard_0 in it, or a Hugging Face folder with config.json and weights; found "
-        f"{listed(names, most=8)}{hint}"
-    )
 
+    def __init__(self, path: str):
+        self.path = path
 
-def classic_run(root: str) -> ClassicRun | None:
-    """The run of the original program in `root`; None if `root` holds no classic step.
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """The checkpoint at a path, which is looked at when the first question is asked."""
+        return cls(path)
 
-    Raises:
-        UserError: `root` holds classic steps, but no meta.json that names one of them.
-    """
-    if not any(classic_folder.is_step(files.join(root, name)) for name in _step_names(files.list_dir(root))):
-        return None
-    meta = classic_folder.read_meta(root)
-    if meta is None:
-        raise UserError(
-            f"{root} holds steps of the original program but not its meta.json, so the run cannot be resumed: restore "
-            f"meta.json, or start from one step with --tune-model-path and another checkpoint.model_dir"
-        )
-    folder = classic_folder.find_step(root)
-    aux = meta.aux.get(str(meta.step))
-    return ClassicRun(folder or root, aux if isinstance(aux, dict) else {})
+    def __str__(self) -> str:
+        return self.path
+
+    @functools.cached_property
+    def _given(self) -> Folder:
+        return Folder(self.path)
+
+    @functools.cached_property
+    def _stored(self) -> StoredCheckpoint:
+        for format in FORMATS:
+            if (checkpoint := format.find(self._given)) is not None:
+                return checkpoint
+        raise _missing(self._given)
+
+    @property
+    def format(self) -> str:
+        """The name of its format, such as "native"."""
+        return self._stored.FORMAT
+
+    @property
+    def folder(self) -> str:
+        """Its own folder: of a run the step's, of a name on the hub the one in the cache."""
+        return self._stored.folder.path
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The model that it records; None: it records none."""
+        return self._stored.model
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any] | None:
+        """The config that it records, with grouped keys: the model, and the tokenizer if it names one. None: it does
+        not record its model."""
+        if self.model is None:
+            return None
+        recorded = self._stored.recorded
+        data = recorded.get("data") if isinstance(recorded, dict) else None
+        tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+        return {
+            "model": self.model.model_dump(mode="json"),
+            "data": {"tokenizer": tokenizer if isinstance(tokenizer, str) else None},
+        }
+
+    @functools.cached_property
+    def tokenizer(self) -> CheckpointTokenizer:
+        """The tokenizer that the config names, else the tokenizer of the Hugging Face folder that the checkpoint is or
+        came from, else the tokenizer in the folder of the run.
+
+        If the Hugging Face folder has no tokenizer, the result still names the folder, so that `load_tokenizer` says
+        what is missing: GPT-2's tokenizer would be wrong.
+        """
+        if self.config is not None and self.config["data"]["tokenizer"] is not None:
+            return CheckpointTokenizer(self.config["data"]["tokenizer"])
+        origin, root = self._stored.hf_folder, split_step(self.path)[0]
+        run = self._given if root == self._given.path else Folder(root)
+        if origin is not None and _has_tokenizer(origin):
+            return CheckpointTokenizer(origin.path, kept=True)
+        if _has_tokenizer(run):
+            return CheckpointTokenizer(run.path)
+        return CheckpointTokenizer(None if origin is None else origin.path, kept=True)
+
+    def source(self, model: ModelConfig) -> TensorSource:
+        """Its tensors. Reads none of them. The weights of a name on the hub are downloaded.
+
+        Each call opens them: a source may hold a whole matrix, so it lives no longer than its reader wants.
+
+        Args:
+            model: the config's, of which it must be.
+
+        Raises:
+            UserError: as above, or it is of another model, or damaged.
+        """
+        return self._stored.source(model)
+
+    def origin(self, source: TensorSource) -> Origin | None:
+        """The Hugging Face folder that it came from, or is; None: none.
+
+        Args:
+            source: its own, of any model.
+
+        Raises:
+            UserError: as above, or a file is too large.
+        """
+        return self._stored.origin(source)
 
 
 def finished_steps(root: str) -> list[str]:
-    """The names of the finished native and classic steps directly under `root`, ascending."""
-    folders = ((name, files.join(root, name)) for name in _step_names(files.list_dir(root)))
-    return [name for name, folder in folders if _is_native_step(folder) or classic_folder.is_step(folder)]
+    """The names of the finished steps of all formats directly under `root`, ascending."""
+    folder = Folder(root)
+    return [name for name in folder.steps if any(format.is_step(folder.inside(name)) for format in FORMATS)]
 
 
 def check_only_step(root: str, step: int) -> None:
@@ -122,96 +159,40 @@ def check_only_step(root: str, step: int) -> None:
         )
 
 
-def open_source(path: str, model: ModelConfig) -> TensorSource:
-    """Open the checkpoint at `path` in any format; see `find_checkpoint`. Reads no tensor.
+def step_of(root: str, step: int) -> Checkpoint:
+    """One step, native or classic, of the run in a folder.
 
     Raises:
-        UserError: there is no checkpoint, or it is damaged or of another model.
+        UserError: the folder has no such step.
     """
-    return open_folder(find_checkpoint(path), model)
-
-
-def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
-    """Open one step, native or classic, of the run in a folder; None: `open_source`.
-
-    Raises:
-        UserError: the folder has no such step, or as in `open_source`.
-    """
-    if step is None:
-        return open_source(root, model)
     names, name = files.list_dir(root), f"step_{step}"
     if name not in names:
-        steps = classic_folder.step_numbers(names)
-        raise UserError(f"no checkpoint of step {step} in {root}: available are {steps}")
-    return open_source(files.join(root, name), model)
+        raise UserError(f"no checkpoint of step {step} in {root}: available are {step_numbers(names)}")
+    return Checkpoint.open(files.join(root, name))
 
 
-def open_folder(folder: CheckpointFolder, model: ModelConfig) -> TensorSource:
-    """Open a checkpoint that `find_checkpoint` returned; errors as in `open_source`."""
-    if folder.format is Format.HUGGING_FACE:
-        return HFSource(folder.path, model)
-    native = folder.format is Format.NATIVE
-    source: TensorSource = NativeSource(folder.path) if native else ClassicSource(folder.path, model)
-    check_model(source, model)
-    return source
+def split_step(path: str) -> tuple[str, int | None]:
+    """Split `run/step_N` into the run's folder and the step. For any other path: the path and None."""
+    if hub.is_name(path):
+        return path, None
+    path = path.rstrip("/")
+    match = re.fullmatch(r"(.*/)?step_(\d+)", path)
+    return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)
 
 
-def hf_files(folder: CheckpointFolder) -> str | None:
-    """The folder with config.json and the tokenizer of the Hugging Face folder that a checkpoint came from, if any."""
-    match folder.format:
-        case Format.HUGGING_FACE:
-            return folder.path
-        case Format.NATIVE if origin.FOLDER in files.list_dir(folder.path):
-            return files.join(folder.path, origin.FOLDER)
-    return None
+def _has_tokenizer(folder: Folder) -> bool:
+    return not hub.VOCABULARIES.isdisjoint(folder.names)
 
 
-def origin_of(folder: CheckpointFolder, source: TensorSource) -> Origin | None:
-    """The Hugging Face folder that an open checkpoint came from, or is; None for others.
-
-    Raises:
-        UserError: a file is too large.
-    """
-    if folder.format is Format.NATIVE:
-        return origin.read_origin(folder.path, source.extra)
-    contents = origin.read_files(folder.path) if folder.format is Format.HUGGING_FACE else None
-    return None if contents is None else Origin(contents, uniform_dtype(source))
-
-
-def recorded_config(folder: CheckpointFolder) -> dict[str, Any] | None:
-    """The config that a checkpoint records, with grouped keys: the model, and the tokenizer if it names one.
-
-    Returns None if the checkpoint does not record its model.
-
-    Raises:
-        UserError: the recorded config cannot be read.
-    """
-    config: Any
-    match folder.format:
-        case Format.HUGGING_FACE:
-            config = {"model": read_model(folder.path).model_dump(mode="json")}
-        case Format.NATIVE:
-            config = read_manifest(folder.path).extra.get("config")
-        case Format.CLASSIC:
-            config = classic_folder.read_config(folder.path)
-    model = recorded_model(config, folder.path)
-    if model is None:
-        return None
-    data = config.get("data")
-    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
-    return {
-        "model": model.model_dump(mode="json"),
-        "data": {"tokenizer": tokenizer if isinstance(tokenizer, str) else None},
-    }
-
-
-def _is_native_step(folder: str, names: list[str] | None = None) -> bool:
-    """Whether a folder is a finished native step; `names` are the names in it, if the caller has listed them."""
-    inside = set(files.list_dir(folder) if names is None else names)
-    return {"state", "manifest"} <= inside and (not files.is_remote(folder) or COMMIT_MARKER in inside)
-
-
-def _step_names(names: list[str]) -> list[str]:
-    """The names of the form step_N, ascending by N."""
-    steps = [name for name in names if re.fullmatch(r"step_\d+", name)]
-    return sorted(steps, key=lambda name: int(name.removeprefix("step_")))
+def _missing(folder: Folder) -> UserError:
+    """The error that says what a folder without a checkpoint holds."""
+    path, names = folder.path, folder.names
+    root, _, name = path.rpartition("/")
+    if not names and re.fullmatch(r"step_\d+", name) and (steps := finished_steps(root or ".")):
+        return UserError(f"no {name} in {root or '.'}: it has {listed(steps)}")
+    hint = "" if names or files.is_remote(path) else f"; a model on the Hugging Face hub is named {hub.FORM}"
+    return UserError(
+        f"no checkpoint in {path}{files.seen_from(path)}: expected the folder of a run or one of its step_N folders, a "
+        "classic step_N folder with shard_0 in it, or a Hugging Face folder with config.json and weights; found "
+        f"{listed(names, most=8)}{hint}"
+    )

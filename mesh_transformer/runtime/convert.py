@@ -1,6 +1,5 @@
 """Converts checkpoints of any format to native, classic and Hugging Face format: the four commands that convert."""
 
-import json
 import logging
 import posixpath
 import re
@@ -12,21 +11,16 @@ import numpy as np
 
 from mesh_transformer import files, hub, logs, platforms
 from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, write_config, write_meta
+from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.classic.writer import write_classic
-from mesh_transformer.checkpoint.hf.config import read_config, read_model
-from mesh_transformer.checkpoint.hf.source import HFSource, uniform_dtype, weight_files
+from mesh_transformer.checkpoint.format import Folder
+from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel
+from mesh_transformer.checkpoint.hf.source import uniform_dtype, weight_files
 from mesh_transformer.checkpoint.hf.writer import n_bytes, write_hf
 from mesh_transformer.checkpoint.identity import with_model
+from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import (
-    CheckpointFolder,
-    Format,
-    check_only_step,
-    find_checkpoint,
-    open_folder,
-    open_step,
-    origin_of,
-)
+from mesh_transformer.checkpoint.open import Checkpoint, check_only_step, split_step, step_of
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
@@ -36,9 +30,10 @@ from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
-from mesh_transformer.runtime.session.tokenizer import tokenizer_of
-from mesh_transformer.runtime.session.weights import config_for, explain_damage, split_step
+from mesh_transformer.runtime.session.weights import config_for, explain_damage
 
+# the formats of a step
+NATIVE, CLASSIC = NativeStep.FORMAT, ClassicStep.FORMAT
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
@@ -78,12 +73,12 @@ def to_hf(
     model.to_hf()
     check_free(output, overwrite=overwrite, replaceable=weight_files)
     logs.log.info("reading %s", checkpoint)
-    found = find_checkpoint(checkpoint)
-    source = open_folder(found, model)
-    origin = origin_of(found, source)
-    output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source, origin)
+    opened = Checkpoint.open(checkpoint)
+    source = opened.source(model)
+    origin = opened.origin(source)
+    output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(opened.format, source, origin)
     if tokenizer is None and (origin is None or not origin.files.keys() & set(hub.TOKENIZER_FILES)):
-        tokenizer = _own_tokenizer(config.data.tokenizer or tokenizer_of(checkpoint).spec, model)
+        tokenizer = _own_tokenizer(config.data.tokenizer or opened.tokenizer.spec, model)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     if origin is not None and tokenizer:
         origin = origin.without(hub.TOKENIZER_FILES)
@@ -125,12 +120,12 @@ def _check_push(name: str, output: str) -> None:
     hub.check_push(name)
 
 
-def _default_dtype(format: Format, source: TensorSource, origin: Origin | None) -> np.dtype | None:
+def _default_dtype(format: str, source: TensorSource, origin: Origin | None) -> np.dtype | None:
     """The dtype of an export without --dtype; None: each tensor in its stored dtype."""
     dtype: np.dtype | None
     if origin is None:
-        dtype, reason = np.dtype(np.float16), f"the default for a {format.value} checkpoint"
-    elif format is not Format.HUGGING_FACE and origin.dtype is not None:
+        dtype, reason = np.dtype(np.float16), f"the default for a {format} checkpoint"
+    elif format != HFFolder.FORMAT and origin.dtype is not None:
         dtype, reason = origin.dtype, "the dtype of the Hugging Face folder that the checkpoint came from"
     else:
         dtype, reason = uniform_dtype(source), "the stored dtype"
@@ -142,7 +137,7 @@ def from_hf(
     folder: str,
     output: str,
     *,
-    format: Format | str,
+    format: str,
     shards: int | None = None,
     overwrite: bool = False,
     text_only: bool = False,
@@ -159,15 +154,13 @@ def from_hf(
     """
     logs.set_up()
     logs.log.info("reading %s", folder)
-    found = find_checkpoint(folder) if hub.is_name(folder) else CheckpointFolder(Format.HUGGING_FACE, folder)
-    model = read_model(found.path, text_only=text_only)
+    kind = HubModel if hub.is_name(folder) else HFFolder
+    checkpoint = kind(Folder(folder), text_only=text_only)
+    model = checkpoint.model
     logs.log.info("%s: %s", folder, _description(model))
-    source = HFSource(found.path, model, text_only=text_only)
-    origin = origin_of(found, source)
-    if origin is not None and text_only:
-        config = {**read_config(found.path, text_only=True), "architectures": [model.HF_ARCHITECTURE]}
-        origin = origin._replace(files={**origin.files, "config.json": json.dumps(config, indent=2).encode()})
-    write_step(source, model, output, format=Format(format), shards=shards or 1, origin=origin, overwrite=overwrite)
+    source = checkpoint.source(model)
+    origin = checkpoint.origin(source)
+    write_step(source, model, output, format=format, shards=shards or 1, origin=origin, overwrite=overwrite)
 
 
 def write_step(
@@ -175,7 +168,7 @@ def write_step(
     model: ModelConfig,
     output: str,
     *,
-    format: Format,
+    format: str,
     shards: int = 1,
     origin: Origin | None = None,
     full: bool | None = None,
@@ -186,17 +179,18 @@ def write_step(
 
     Args:
         output: native: the root, in which step_N is created; classic: the step folder itself.
+        format: "native" or "classic".
         shards, full, dtype: for a classic step, as in `write_classic`.
         origin: for a native step, as in `write_native`.
         overwrite: whether to replace an existing step.
 
     Raises:
-        UserError: `output`, the model or the number of shards cannot be used (nothing is written), or `source` is
-            damaged; `output` is unchanged.
+        UserError: `format`, `output`, the model or the number of shards cannot be used (nothing is written), or
+            `source` is damaged; `output` is unchanged.
     """
     check_output(output, format, source.counts.step)
     with explain_damage(source):
-        if format is Format.NATIVE:
+        if format == NATIVE:
             output = write_native(source, output, model=model, origin=origin, overwrite=overwrite)
         else:
             with new_folder(output, overwrite=overwrite, source=source.where, replaceable=is_step) as folder:
@@ -207,20 +201,23 @@ def write_step(
     return output
 
 
-def check_output(output: str, format: Format, step: int) -> None:
-    """Refuse a step folder as native output, a classic step folder of another step, and a native root with other steps.
+def check_output(output: str, format: str, step: int) -> None:
+    """Refuse a step folder as native output, a classic step folder of another step, a native root with other steps, and
+    any other format.
 
     Raises:
         UserError: the message names the path to give, or the other steps.
     """
+    if format not in (NATIVE, CLASSIC):
+        raise UserError(f"format {format}: a step is written as {NATIVE} or {CLASSIC}")
     path = output.rstrip("/")
     root, name = posixpath.split(path)
     is_step = re.fullmatch(r"step_\d+", name)
-    if format is Format.NATIVE and is_step:
+    if format == NATIVE and is_step:
         raise UserError(f"{path}: for a native checkpoint give the root, {root or '.'}; step_{step} is created in it")
-    if format is Format.NATIVE:
+    if format == NATIVE:
         check_only_step(path, step)
-    if format is Format.CLASSIC and is_step and name != f"step_{step}":
+    if format == CLASSIC and is_step and name != f"step_{step}":
         raise UserError(
             f"{path} has the name of another step: this is step {step}, give a path that ends in step_{step}"
         )
@@ -274,12 +271,13 @@ def slim(
     if None not in (named, step):
         raise UserError(f"{checkpoint} and --ckpt-step {step} both name a step: give only one of them")
     logs.log.info("reading %s", checkpoint or root)
-    source = open_step(root, config.model, step if named is None else named)
+    opened = Checkpoint.open(checkpoint or root) if step is None else step_of(root, step)
+    source = opened.source(config.model)
     write_step(
         source,
         config.model,
         files.join(root + ("_slim_f16" if f16 else "_slim"), f"step_{source.counts.step}"),
-        format=Format.CLASSIC,
+        format=CLASSIC,
         shards=config.mesh.tp,
         full=False,
         dtype=np.dtype(np.float16 if f16 else ml_dtypes.bfloat16),
@@ -294,7 +292,7 @@ def reshard(
     checkpoint: str,
     shards_out: int | None,
     output: str | None,
-    format: Format | str,
+    format: str,
     prompt: str | None,
     overwrite: bool = False,
 ) -> None:
@@ -311,20 +309,19 @@ def reshard(
         UserError: neither `output` nor `prompt` is given, the checkpoint does not match the config or the number of
             shards, `output` exists, or the prompt cannot be completed on these devices.
     """
-    format = Format(format)
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
     logs.set_up()
     config = config_for(config_path, overrides, checkpoint)
     _check_shards(shards_out, overrides, format, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
-    if output is not None and format is Format.CLASSIC:
+    if output is not None and format == CLASSIC:
         check_shards(config.model, shards, output)
     logs.log.info("reading %s", checkpoint)
-    found = find_checkpoint(checkpoint)
-    if output is not None and format is Format.NATIVE and found.format is Format.NATIVE:
-        raise UserError(f"{found.path} is already native and can be read on any number of devices: copy the folder")
-    source = open_folder(found, config.model)
+    opened = Checkpoint.open(checkpoint)
+    if output is not None and format == opened.format == NATIVE:
+        raise UserError(f"{opened.folder} is already native and can be read on any number of devices: copy the folder")
+    source = opened.source(config.model)
     prompt_sampler = None
     if prompt is not None:
         _check_devices(shards)
@@ -337,7 +334,7 @@ def reshard(
             output,
             format=format,
             shards=shards,
-            origin=origin_of(found, source),
+            origin=opened.origin(source),
             overwrite=overwrite,
         )
     if prompt_sampler is not None:
@@ -355,14 +352,14 @@ def _check_devices(shards: int) -> None:
         )
 
 
-def _check_shards(shards_out: int | None, overrides: Sequence[str], format: Format, prompt: str | None) -> None:
+def _check_shards(shards_out: int | None, overrides: Sequence[str], format: str, prompt: str | None) -> None:
     if shards_out is None:
         return
     if shards_out < 1:
         raise UserError(f"--shards-out {shards_out}: must be 1 or more")
     if is_set(overrides, "mesh", "tp"):
         raise UserError("--shards-out and --set mesh.tp set the same value: give only one of them")
-    if format is Format.NATIVE and prompt is None:
+    if format == NATIVE and prompt is None:
         raise UserError(
             f"--shards-out {shards_out}: a native checkpoint has no shards: omit it, or give --format classic"
         )

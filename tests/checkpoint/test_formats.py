@@ -9,15 +9,10 @@ import pytest
 from support.gcs_server import GcsServer
 from support.states import abstract, assert_equal, state
 
+from mesh_transformer.checkpoint.classic.format import classic_run
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.source import NativeSource
-from mesh_transformer.checkpoint.open import (
-    Format,
-    check_only_step,
-    classic_run,
-    find_checkpoint,
-    open_source,
-)
+from mesh_transformer.checkpoint.open import Checkpoint, check_only_step
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config
 from mesh_transformer.data.sources import find_source
@@ -37,23 +32,27 @@ def native(root: Path | str, *steps: int) -> None:
     store.close()
 
 
+def recognized(path: Path | str) -> tuple[str, str]:
+    """The format of a checkpoint, and its own folder."""
+    checkpoint = Checkpoint.open(str(path))
+    return checkpoint.format, checkpoint.folder
+
+
 def test_native_folders(tmp_path: Path) -> None:
     native(tmp_path / "run", 2, 10)
     touch(tmp_path / "run/step_11.orbax-checkpoint-tmp/x", tmp_path / "run/step_x/state/y")
     for path in ("run", "run/", "run/step_10"):
-        found = find_checkpoint(str(tmp_path / path))
-        assert found == (Format.NATIVE, str(tmp_path / "run/step_10"))
-    assert find_checkpoint(str(tmp_path / "run/step_2")).path.endswith("step_2")
+        assert recognized(f"{tmp_path}/{path}") == ("native", str(tmp_path / "run/step_10"))
+    assert recognized(tmp_path / "run/step_2")[1].endswith("step_2")
 
 
 def test_classic_folders(tmp_path: Path) -> None:
     touch(*(tmp_path / f"run/step_{n}/shard_0/0.npz" for n in (2, 9, 10)))
     for path, step in (("run", 10), ("run/step_2", 2), ("run/step_9/", 9)):
-        found = find_checkpoint(str(tmp_path / path))
-        assert found == (Format.CLASSIC, str(tmp_path / f"run/step_{step}"))
+        assert recognized(f"{tmp_path}/{path}") == ("classic", str(tmp_path / f"run/step_{step}"))
     touch(tmp_path / "run/meta.json", text='{"step": 9, "checkpoints": [2, 9], "aux": {"9": {"a": 1}}}')
     # step 10 was not finished
-    assert find_checkpoint(str(tmp_path / "run")).path.endswith("step_9")
+    assert recognized(tmp_path / "run")[1].endswith("step_9")
     assert classic_run(str(tmp_path / "run")) == (str(tmp_path / "run/step_9"), {"a": 1})
 
 
@@ -66,26 +65,26 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
     ):
         touch(tmp_path / name / name)
         with pytest.raises(UserError, match="no config.json: put config.json into"):
-            find_checkpoint(str(tmp_path / name))
+            recognized(tmp_path / name)
         touch(tmp_path / name / "config.json")
-        assert find_checkpoint(str(tmp_path / name)) == (Format.HUGGING_FACE, str(tmp_path / name))
+        assert recognized(tmp_path / name) == ("Hugging Face", str(tmp_path / name))
 
 
 def test_folders_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint in .*absent: expected the folder of a run .* found nothing"):
-        find_checkpoint(str(tmp_path / "absent"))
+        recognized(tmp_path / "absent")
     touch(*(tmp_path / f"texts/{i}.txt" for i in range(12)), tmp_path / "texts/config.json")
     with pytest.raises(UserError, match=r"found 0.txt, 1.txt, .* and 5 more"):
-        find_checkpoint(str(tmp_path / "texts"))
+        recognized(tmp_path / "texts")
     touch(tmp_path / "v2/params/shard_0.npz", tmp_path / "v2/meta.json")
     with pytest.raises(UserError, match="unreleased V2 model"):
-        find_checkpoint(str(tmp_path / "v2"))
+        recognized(tmp_path / "v2")
 
 
 def test_a_step_that_does_not_exist_names_the_steps_that_do(tmp_path: Path) -> None:
     native(str(tmp_path / "run"), 1, 20)
     with pytest.raises(UserError, match=r"^no step_999 in .*/run: it has step_1, step_20$"):
-        find_checkpoint(str(tmp_path / "run/step_999"))
+        recognized(tmp_path / "run/step_999")
 
 
 def test_a_relative_path_that_does_not_exist_names_the_current_folder(
@@ -94,7 +93,7 @@ def test_a_relative_path_that_does_not_exist_names_the_current_folder(
     monkeypatch.chdir(tmp_path)
     here = re.escape(f" (the current folder is {tmp_path})")
     with pytest.raises(UserError, match=f"^no checkpoint in runs/x{here}: expected"):
-        find_checkpoint("runs/x")
+        recognized("runs/x")
     with pytest.raises(UserError, match=f"^data set not found, tried x.txt and data/x.txt{here}: give"):
         find_source("x.txt")
     with pytest.raises(UserError, match=f"^no such file: x.json{here}$"):
@@ -104,18 +103,18 @@ def test_a_relative_path_that_does_not_exist_names_the_current_folder(
 def test_unfinished_steps_in_a_bucket_are_ignored(gcs: GcsServer) -> None:
     native("gs://bucket/run", 1, 2)
     gcs.delete("bucket", "run/step_2/commit_success.txt")
-    assert find_checkpoint("gs://bucket/run") == (Format.NATIVE, "gs://bucket/run/step_1")
+    assert recognized("gs://bucket/run") == ("native", "gs://bucket/run/step_1")
     gcs.put("bucket", "old/step_4/shard_0/0.npz", b"")
-    assert find_checkpoint("gs://bucket/old") == (Format.CLASSIC, "gs://bucket/old/step_4")
+    assert recognized("gs://bucket/old") == ("classic", "gs://bucket/old/step_4")
     with pytest.raises(UserError, match="no checkpoint in gs://bucket/none"):
-        find_checkpoint("gs://bucket/none")
+        recognized("gs://bucket/none")
 
 
-def test_open_source_selects_the_reader(tmp_path: Path, original: Path) -> None:
+def test_the_format_selects_the_reader(tmp_path: Path, original: Path) -> None:
     model = load_config(str(original / "configs/tiny_mp8.json")).model
     native(tmp_path, 3)
-    assert isinstance(open_source(str(tmp_path), model), NativeSource)
-    assert isinstance(open_source(str(original / "mp8/ckpt_full"), model), ClassicSource)
+    assert isinstance(Checkpoint.open(str(tmp_path)).source(model), NativeSource)
+    assert isinstance(Checkpoint.open(str(original / "mp8/ckpt_full")).source(model), ClassicSource)
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "bucket"])
@@ -134,7 +133,7 @@ def test_saves_of_native_steps_keep_classic_steps(tmp_path: Path, gcs: GcsServer
     assert found is not None
     assert_equal(found.state, state(7))
     assert store.steps() == [7]
-    assert find_checkpoint(root).format is Format.NATIVE
+    assert recognized(root)[0] == "native"
 
     def exists(name: str) -> bool:
         return f"run/{name}" in gcs.objects("bucket") if remote else (tmp_path / name).exists()

@@ -15,7 +15,7 @@ from support.classic_folders import RandomSource
 from mesh_transformer.checkpoint.identity import check_optimizer, check_same_architecture, recorded_model
 from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Format, open_source
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, ModelConfig, parse_config
 from mesh_transformer.errors import UserError
@@ -98,8 +98,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One model in the folders native, classic/step_7 and hf, each from a conversion; `unknown` records no model."""
     folder = tmp_path_factory.mktemp("written")
     source = RandomSource(MODEL, full=True)
-    write_step(source, MODEL, str(folder / "native"), format=Format.NATIVE)
-    write_step(source, MODEL, str(folder / "classic/step_7"), format=Format.CLASSIC)
+    write_step(source, MODEL, str(folder / "native"), format="native")
+    write_step(source, MODEL, str(folder / "classic/step_7"), format="classic")
     write_native(source, str(folder / "unknown"))
     (folder / "config.json").write_text(json.dumps(RAW))
     to_hf(str(folder / "config.json"), [], str(folder / "native"), str(folder / "hf"), dtype="fp32")
@@ -136,7 +136,7 @@ OPENINGS = {
         checkpoint=folder,
         shards_out=1,
         output="new/step_7",
-        format=Format.CLASSIC,
+        format="classic",
         prompt=None,
     ),
 }
@@ -162,7 +162,7 @@ def test_another_model_is_refused_at_every_opening(without_tensors: Path, openin
 
 @pytest.mark.parametrize("folder", ["native", "classic"])
 def test_a_conversion_records_the_whole_model(written: Path, folder: str) -> None:
-    recorded = open_source(str(written / folder), MODEL).extra["config"]
+    recorded = Checkpoint.open(str(written / folder)).source(MODEL).extra["config"]
     assert parse_config(recorded).model == MODEL
 
 
@@ -170,8 +170,8 @@ def test_a_checkpoint_without_a_model_gives_one_warning(written: Path, caplog: p
     folder = str(written / "unknown")
     with caplog.at_level(logging.WARNING, "mesh_transformer"):
         for _ in range(2):
-            open_source(folder, parse_config(RAW, OTHER).model)
-        open_source(str(written / "native"), MODEL)
+            Checkpoint.open(folder).source(parse_config(RAW, OTHER).model)
+        Checkpoint.open(str(written / "native")).source(MODEL)
     (warning,) = caplog.messages
     assert warning == (
         f"{folder}/step_7 does not record its model: n_heads, pe_rotary_dims and norm are not checked against the "
@@ -245,5 +245,5 @@ def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, recorded: Any, m
     source.extra = {"config": {"model": recorded}}
     write_native(source, str(tmp_path))
     with pytest.raises(UserError, match=f"step_7: the model that the checkpoint records cannot be read: .*{message}"):
-        open_source(str(tmp_path), MODEL)
+        Checkpoint.open(str(tmp_path)).source(MODEL)
     assert NativeSource(str(tmp_path / "step_7")).extra["config"] == {"model": recorded}

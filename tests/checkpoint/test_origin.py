@@ -10,7 +10,8 @@ from support.states import abstract, state
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import origin
-from mesh_transformer.checkpoint.open import find_checkpoint, hf_files
+from mesh_transformer.checkpoint.format import Folder
+from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin, read_files, read_origin
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import UserError
@@ -40,10 +41,11 @@ def runs(root: str) -> None:
 def test_the_last_step_keeps_the_files(gcs: GcsServer, tmp_path: Path, place: str) -> None:
     root = "gs://bucket/run" if place == "bucket" else str(tmp_path / "run")
     runs(root)
-    found = find_checkpoint(root)
-    folder = hf_files(found)
-    assert folder == files.join(root, "step_3", "hf")
-    assert read_files(folder) == ORIGIN.files
+    step = NativeStep.find(Folder(root))
+    assert step is not None
+    assert step.hf_folder is not None
+    assert step.hf_folder.path == files.join(root, "step_3", "hf")
+    assert read_files(step.hf_folder.path) == ORIGIN.files
 
 
 def test_the_remains_of_a_save_are_deleted(gcs: GcsServer) -> None:

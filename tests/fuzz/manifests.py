@@ -16,9 +16,10 @@ from support.mutations import manifest_of, mutated_bytes, mutated_json
 from fuzz.harness import Attempt
 from mesh_transformer.checkpoint.classic.folder import CONFIG as CONFIG_FILE
 from mesh_transformer.checkpoint.classic.folder import write_config, write_meta
+from mesh_transformer.checkpoint.classic.format import classic_run
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import classic_run, find_checkpoint, open_source, origin_of
-from mesh_transformer.checkpoint.store import Checkpoint
+from mesh_transformer.checkpoint.open import Checkpoint
+from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
 from mesh_transformer.config import parse_config
 from mesh_transformer.data.records import write_records
 from mesh_transformer.runtime.session.weights import config_for
@@ -58,20 +59,21 @@ def fuzzer(folder: Path) -> Iterator[Attempt]:
 
     def read() -> None:
         config = config_for(None, [], str(step))
-        source = open_source(str(step), config.model)
+        checkpoint = Checkpoint.open(str(step))
+        source = checkpoint.source(config.model)
         counts = source.counts
-        origin_of(find_checkpoint(str(step)), source)
+        checkpoint.origin(source)
         hf.read_all(source)
-        checkpoint = Checkpoint(counts.step, None, source.extra)
-        position = _resume(session, checkpoint, LoggedProgress()).loader_state
+        restored = RestoredCheckpoint(counts.step, None, source.extra)
+        position = _resume(session, restored, LoggedProgress()).loader_state
         if position is not None:
             loader.set_state(position)
 
     def read_classic() -> None:
         run = classic_run(str(classic))
         assert run is not None
-        open_source(run.folder, config_for(None, [], str(classic)).model)
-        _resume(session, Checkpoint(7, None, {"aux": run.aux}), LoggedProgress())
+        Checkpoint.open(run.folder).source(config_for(None, [], str(classic)).model)
+        _resume(session, RestoredCheckpoint(7, None, {"aux": run.aux}), LoggedProgress())
 
     def attempt(random: Random) -> str:
         if random.random() < 0.3:

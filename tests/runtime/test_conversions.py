@@ -20,7 +20,7 @@ from support.gcs_server import CUT, HALF, GcsServer
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.open import Checkpoint
 
 CONFIG = {
     "layers": 4, "d_model": 64, "n_heads": 8, "n_vocab": 256, "seq": 16, "pe_rotary_dims": 8, "cores_per_replica": 2,
@@ -159,7 +159,7 @@ def assert_written(workspace: Workspace, command: Command, arrays: Arrays, copy:
         if name in names:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(content)
-    found, expected = values(open_source(str(copy / command.target), MODEL)), command.expected(arrays)
+    found, expected = values(Checkpoint.open(str(copy / command.target)).source(MODEL)), command.expected(arrays)
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         assert found[name].dtype == array.dtype, name

@@ -13,7 +13,7 @@ from support import hf_folders as hf
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.open import Checkpoint
 
 # some megabytes, so that the commands log their progress
 SIZES = {
@@ -39,7 +39,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def assert_same_weights(found: Path | str, expected: Path | str) -> None:
-    actual, wanted = (hf.read_all(open_source(str(path), MODEL)) for path in (found, expected))
+    actual, wanted = (hf.read_all(Checkpoint.open(str(path)).source(MODEL)) for path in (found, expected))
     assert actual.keys() == wanted.keys()
     for name, array in wanted.items():
         assert actual[name].dtype == array.dtype

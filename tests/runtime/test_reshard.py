@@ -12,7 +12,6 @@ from support.classic_folders import TINY, RandomSource, model_config, stored
 from mesh_transformer import logs
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Format
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import reshard
 
@@ -45,12 +44,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"shards_out": 1}, ["mesh.tp=1"], "set the same value"),
         ({"shards_out": 1}, ["data.seed=1", " cores_per_replica = 2"], "set the same value"),
         ({"shards_out": 1}, ["tp=1", "early_cast=true"], "set the same value"),
-        ({"shards_out": 1, "format": Format.NATIVE}, [], "a native checkpoint has no shards"),
-        ({"format": Format.NATIVE, "output": "new/step_7"}, [], "give the root, new; step_7 is created in it"),
-        ({"format": Format.NATIVE, "checkpoint": "native"}, [], "native/step_7 is already native"),
+        ({"shards_out": 1, "format": "native"}, [], "a native checkpoint has no shards"),
+        ({"format": "native", "output": "new/step_7"}, [], "give the root, new; step_7 is created in it"),
+        ({"format": "native", "checkpoint": "native"}, [], "native/step_7 is already native"),
         ({"output": "new/step_8"}, [], "this is step 7, give a path that ends in step_7"),
         ({"output": "native/step_7/"}, [], "exists already"),
-        ({"output": "native", "format": Format.NATIVE}, [], "native/step_7 exists already"),
+        ({"output": "native", "format": "native"}, [], "native/step_7 exists already"),
         ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* exceeds the context of 8"),
         ({"prompt": ""}, [BYTES], "the prompt is empty"),
         ({"prompt": "a"}, ["data.tokenizer=./nowhere"], "no such tokenizer folder: ./nowhere"),
@@ -68,7 +67,7 @@ def test_refused_before_anything_is_written(
         "checkpoint": "run",
         "shards_out": None,
         "output": "out",
-        "format": Format.CLASSIC,
+        "format": "classic",
         "prompt": None,
     }
     with pytest.raises(UserError, match=message):
@@ -85,7 +84,7 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
             checkpoint="run",
             shards_out=2,
             output="out",
-            format=Format.CLASSIC,
+            format="classic",
             prompt="a",
         )
     assert not (folder / "out").exists()
@@ -93,7 +92,7 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
 
 def test_a_round_trip_is_equal(folder: Path) -> None:
     """Classic in two shards to native and back, with moments and counts. The config sets the number of shards."""
-    for checkpoint, out, format in (("run", "new", Format.NATIVE), ("new", "back/step_7", Format.CLASSIC)):
+    for checkpoint, out, format in (("run", "new", "native"), ("new", "back/step_7", "classic")):
         reshard("config.json", [], checkpoint=checkpoint, shards_out=None, output=out, format=format, prompt=None)
     assert stored(folder / "back/step_7") == stored(folder / "run/step_7")
     assert len(stored(folder / "run/step_7")) == 2 * 81

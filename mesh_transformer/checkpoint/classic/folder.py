@@ -55,30 +55,12 @@ def step_numbers(names: Iterable[str]) -> list[int]:
 
 def is_step(folder: str) -> bool:
     """Whether a folder is a step of the original program."""
-    return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
+    return has_shards(files.list_dir(folder))
 
 
-def find_step(path: str) -> str | None:
-    """`path` if it is a step folder; the newest step according to meta.json if it is a root; else None.
-
-    Raises:
-        UserError: meta.json names a step that does not exist, or `path` is a checkpoint of the V2 model.
-    """
-    path = path.rstrip("/") or path
-    names = files.list_dir(path)
-    inside = files.list_dir(files.join(path, "params")) if "params" in names else []
-    if any(re.fullmatch(r"shard_\d+\.npz", name) for name in inside):
-        raise UserError(_v2(path))
-    if "shard_0" in names:
-        return path
-    steps = [n for n in step_numbers(names) if "shard_0" in files.list_dir(files.join(path, f"step_{n}"))]
-    if not steps:
-        return None
-    meta = read_meta(path)
-    step = steps[-1] if meta is None else meta.step
-    if step not in steps:
-        raise UserError(f"no classic checkpoint of step {step} in {path}: available are {steps}")
-    return files.join(path, f"step_{step}")
+def has_shards(names: Iterable[str]) -> bool:
+    """Whether these names are those of a step of the original program."""
+    return any(re.fullmatch(r"shard_\d+", name) for name in names)
 
 
 def read_meta(root: str) -> Meta | None:
@@ -93,7 +75,7 @@ def read_meta(root: str) -> Meta | None:
     # a larger file is truncated, and the result is not JSON
     content = files.read_range(path, 0, MAX_META_BYTES)
     if b'"total_hosts"' in content:
-        raise UserError(_v2(root))
+        raise UserError(explain_v2(root))
     try:
         return Meta.model_validate_json(content)
     except ValidationError as error:
@@ -131,7 +113,7 @@ def write_config(folder: str, config: dict[str, Any]) -> None:
     files.replace(files.join(folder, CONFIG), json.dumps(config, indent=2).encode() + b"\n")
 
 
-def _v2(path: str) -> str:
+def explain_v2(path: str) -> str:
     """The message for a checkpoint of the V2 model: {root}/params/shard_H.npz, one file per host."""
     return (
         f"{path} is a checkpoint of the original program's unreleased V2 model (params/shard_N.npz, one file per "

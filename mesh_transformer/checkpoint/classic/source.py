@@ -34,8 +34,11 @@ class StepContents(NamedTuple):
 class ClassicSource:
     """A step folder, full or slim, as a `TensorSource`."""
 
-    def __init__(self, folder: str, config: ModelConfig) -> None:
+    def __init__(self, folder: str, config: ModelConfig, *, recorded: dict[str, Any] | None = None) -> None:
         """Open a step folder and compare the header of every array with the config. Reads no values but the counts.
+
+        Args:
+            recorded: the content of the folder's model.json, if it has been read.
 
         Raises:
             UserError: the checkpoint is of another model or is incomplete; the message names the file, the array, the
@@ -60,7 +63,7 @@ class ClassicSource:
             parts.sort(key=lambda leaf: leaf.layer or 0)
         self.tensors = {name: self._info(name, parts) for name, parts in self._leaves.items()}
         self.counts = self._counts()
-        self.extra = self._extra()
+        self.extra = self._extra(layout.read_config(self.where) if recorded is None else recorded)
         self._warned: set[str] = set()
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -188,12 +191,11 @@ class ClassicSource:
             counts[leaf.name] = values[0]
         return Counts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self, config: dict[str, Any] | None) -> dict[str, Any]:
         """{"aux": ...}: the step's entry in meta.json (the loader's position); {"config": ...}: the recorded model."""
         root, name = posixpath.split(self.where)
         match = re.fullmatch(r"step_(\d+)", name)
         meta = layout.read_meta(root) if match else None
-        config = layout.read_config(self.where)
         extra: dict[str, Any] = {} if config is None else {"config": config}
         if match and meta and match[1] in meta.aux:
             extra["aux"] = meta.aux[match[1]]

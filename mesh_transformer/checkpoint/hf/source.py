@@ -33,17 +33,25 @@ SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 class HFSource:
     """The weights in a folder, local or `gs://`, as a `TensorSource`."""
 
-    def __init__(self, folder: str, model: ModelConfig | None = None, *, text_only: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str,
+        model: ModelConfig | None = None,
+        *,
+        text_only: bool = False,
+        config: dict[str, Any] | None = None,
+    ) -> None:
         """Read config.json and the headers, and check every name, shape and dtype. Reads no tensor.
 
         Args:
             model: the architecture that the folder must have; None: any.
             text_only: read the text model of a folder that holds a vision tower too.
+            config: what `read_config` returns, if it has been read.
 
         Raises:
             UserError: the model is not supported or differs from `model`, or the folder is incomplete or damaged.
         """
-        config = read_config(folder, text_only=text_only)
+        config = read_config(folder, text_only=text_only) if config is None else config
         found = parse_model(config, f"{folder}/config.json")
         if model is not None:
             check_same_architecture(model, found, where=folder)

@@ -47,14 +47,17 @@ class NativeSource:
     The first `read` of a tensor reads all of it and compares its checksum; later calls read only the chunks they need.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, *, manifest: Manifest | None = None):
         """Open the folder and read its manifest.
+
+        Args:
+            manifest: the folder's, if it has been read.
 
         Raises:
             DamagedCheckpoint: the manifest is damaged.
             UserError: the folder does not exist.
         """
-        self.where, self.manifest = folder, read_manifest(folder)
+        self.where, self.manifest = folder, manifest or read_manifest(folder)
         self.extra = self.manifest.extra
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))

@@ -76,13 +76,13 @@ class TPUCluster:
             format: "native" or "classic".
 
         Raises:
-            UserError: there is no checkpoint, or `path` exists already.
+            UserError: there is no checkpoint, there is no such format, or `path` exists already.
         """
-        from mesh_transformer.checkpoint.open import Format, open_step
+        from mesh_transformer.checkpoint.open import Checkpoint
         from mesh_transformer.runtime.convert import write_step
 
-        source = open_step(self.config.checkpoint.root, self.config.model, None)
-        write_step(source, self.config.model, path, format=Format(format), shards=self.config.mesh.tp)
+        source = Checkpoint.open(self.config.checkpoint.root).source(self.config.model)
+        write_step(source, self.config.model, path, format=format, shards=self.config.mesh.tp)
 
     def _result(self, name: str, **arguments: Any) -> Any:
         code, result = self.target.run(Job.of(name, self.config, **arguments), self.config)

@@ -21,6 +21,7 @@ import jax
 import uvicorn
 
 from mesh_transformer import hub, logs, platforms
+from mesh_transformer.checkpoint.open import split_step
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
 from mesh_transformer.logs import log
@@ -31,7 +32,7 @@ from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
-from mesh_transformer.runtime.session.weights import config_for, split_step
+from mesh_transformer.runtime.session.weights import config_for
 
 # has the arguments of `serving_engine.open_engine`
 OpenEngine = Callable[..., WarmEngine]

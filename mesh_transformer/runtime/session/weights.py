@@ -1,16 +1,15 @@
 """The config and the parameters of the checkpoint that a command names."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer import files, hub, platforms
+from mesh_transformer import files, platforms
 from mesh_transformer.checkpoint.identity import warn_of_longer_context
 from mesh_transformer.checkpoint.load import fail_together, load, load_by_layer
-from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, open_source, recorded_config
+from mesh_transformer.checkpoint.open import Checkpoint, finished_steps
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
@@ -41,11 +40,10 @@ def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | Non
         raise UserError(
             "no model is given: use --config FILE, or --ckpt DIR with a checkpoint that records its config, or both"
         )
-    found = find_checkpoint(checkpoint, weights=False)
-    recorded = recorded_config(found)
-    if recorded is None:
-        raise UserError(f"{found.path} does not record its config: give the config of its run with --config FILE")
-    return parse_config(recorded, overrides)
+    opened = Checkpoint.open(checkpoint)
+    if opened.config is None:
+        raise UserError(f"{opened.folder} does not record its config: give the config of its run with --config FILE")
+    return parse_config(opened.config, overrides)
 
 
 def recorded_model_of(checkpoint: str) -> dict[str, Any]:
@@ -54,11 +52,10 @@ def recorded_model_of(checkpoint: str) -> dict[str, Any]:
     Raises:
         UserError: there is no checkpoint, or it does not record its model.
     """
-    found = find_checkpoint(checkpoint, weights=False)
-    recorded = recorded_config(found)
-    if recorded is None:
-        raise UserError(f"{found.path} does not record its model: give the config the group model")
-    return dict(recorded["model"])
+    opened = Checkpoint.open(checkpoint)
+    if opened.config is None:
+        raise UserError(f"{opened.folder} does not record its model: give the config the group model")
+    return dict(opened.config["model"])
 
 
 def start_checkpoint(root: str, tune_model_path: str | None) -> str | None:
@@ -68,9 +65,10 @@ def start_checkpoint(root: str, tune_model_path: str | None) -> str | None:
         UserError: a step has a config that cannot be read.
     """
     for name in reversed(finished_steps(root)):
+        step = files.join(root, name)
         with contextlib.suppress(DamagedCheckpoint):
-            step = files.join(root, name)
-            recorded_config(find_checkpoint(step))
+            # it is read for its errors alone
+            _ = Checkpoint.open(step).config
             return step
     return tune_model_path
 
@@ -100,18 +98,9 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     return Weights(params, source.counts.step)
 
 
-def split_step(path: str) -> tuple[str, int | None]:
-    """Split `run/step_N` into the run's folder and the step. For any other path: the path and None."""
-    if hub.is_name(path):
-        return path, None
-    path = path.rstrip("/")
-    match = re.fullmatch(r"(.*/)?step_(\d+)", path)
-    return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)
-
-
 def open_checkpoint(session: Session, path: str) -> TensorSource:
     """Open a checkpoint. If a process cannot open it, all processes fail, with the errors of `read_params`."""
-    source = fail_together(lambda: open_source(path, session.config.model))
+    source = fail_together(lambda: Checkpoint.open(path).source(session.config.model))
     fail_together(lambda: source.counts)
     return source
 

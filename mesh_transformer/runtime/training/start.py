@@ -6,19 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mesh_transformer.checkpoint.classic.format import ClassicRun, ClassicStep, classic_run
+from mesh_transformer.checkpoint.format import Folder
 from mesh_transformer.checkpoint.identity import check_optimizer
 from mesh_transformer.checkpoint.load import fail_together, put_scalar
-from mesh_transformer.checkpoint.open import (
-    CheckpointFolder,
-    ClassicRun,
-    Format,
-    classic_run,
-    find_checkpoint,
-    open_folder,
-    origin_of,
-)
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.origin import Origin, read_origin
-from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.data.mixture import position_at
@@ -112,7 +107,7 @@ def resume_or_start(
     return StartPoint(program.init(jax.random.key(session.config.model.seed)), 0, counters, None)
 
 
-def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) -> StartPoint:
+def _resume(session: Session, checkpoint: RestoredCheckpoint, logged: LoggedProgress) -> StartPoint:
     """Resume from a checkpoint of this program, or from one that was converted from a run of the original program."""
     step, extra = checkpoint.step, checkpoint.extra
     redone = max(0, logged.step - step)
@@ -187,7 +182,7 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
     Also returns the Hugging Face folder that the checkpoint is or came from.
     """
     source = open_checkpoint(session, path)
-    origin = fail_together(lambda: origin_of(find_checkpoint(path), source))
+    origin = fail_together(lambda: Checkpoint.open(path).origin(source))
     abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
     if slots(source) and not fresh_opt:
@@ -215,16 +210,16 @@ def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, Opt
     return placed.pop("params"), {**placed, **scalars}
 
 
-def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> Checkpoint:
+def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> RestoredCheckpoint:
     """A checkpoint from a run of the original program: its parameters, optimizer state and step."""
-    source = open_folder(CheckpointFolder(Format.CLASSIC, run.folder), session.config.model)
+    source = ClassicStep(Folder(run.folder)).source(session.config.model)
     state = program.begin(*read_state(program, source), {})
     log.info("resuming a run of the original program: new checkpoints have the native format, its own checkpoints stay")
     step = source.counts.step
     skipped = max(0, step - (source.counts.schedule or 0))
     abstract = program.abstract_state
     state = state._replace(step=put_scalar(step, abstract.step), skipped=put_scalar(skipped, abstract.skipped))
-    return Checkpoint(step, state, {"aux": run.aux})
+    return RestoredCheckpoint(step, state, {"aux": run.aux})
 
 
 def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from support.classic_folders import RandomSource, model_config, stored, values, 
 from mesh_transformer.checkpoint.classic.source import ClassicSource, StepContents, inspect
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.open import open_source, open_step
+from mesh_transformer.checkpoint.open import Checkpoint, step_of
 from mesh_transformer.config import load_config
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -181,12 +181,12 @@ def test_fortran_order_is_read(tmp_path):
 def test_the_newest_step_of_a_root(tmp_path):
     for step in (5, 10):
         write(tmp_path / f"step_{step}", 1)
-    assert open_source(str(tmp_path), model_config()).where.endswith("step_10")
+    assert Checkpoint.open(str(tmp_path)).source(model_config()).where.endswith("step_10")
     (tmp_path / "meta.json").write_text('{"step": 5, "checkpoints": [5], "aux": {"5": {"train_loader": {"used": 3}}}}')
-    source = open_source(str(tmp_path), model_config())
+    source = Checkpoint.open(str(tmp_path)).source(model_config())
     assert source.where.endswith("step_5")
     assert source.extra == {"aux": {"train_loader": {"used": 3}}}
-    assert open_step(str(tmp_path), model_config(), 10).where.endswith("step_10")
+    assert step_of(str(tmp_path), 10).source(model_config()).where.endswith("step_10")
 
 
 def test_memory_of_a_conversion_is_two_arrays(tmp_path):

@@ -12,7 +12,7 @@ from support.classic_folders import RandomSource, model_config, write
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.classic.writer import write_classic
-from mesh_transformer.checkpoint.open import open_source, open_step
+from mesh_transformer.checkpoint.open import Checkpoint, step_of
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
@@ -122,7 +122,7 @@ def test_the_v2_model_is_refused_by_name(tmp_path, above):
         shutil.rmtree(tmp_path / "params")
         (tmp_path / "meta.json").write_text('{"total_hosts": 1, "step": 1}')
     with pytest.raises(UserError, match="unreleased V2 model"):
-        open_source(str(tmp_path), model_config())
+        Checkpoint.open(str(tmp_path)).source(model_config())
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,18 @@ def test_a_bad_meta_json(tmp_path, content):
     write(tmp_path / "step_5", 1)
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(UserError, match="meta.json: expected a JSON object"):
-        open_source(str(tmp_path), model_config())
+        Checkpoint.open(str(tmp_path)).source(model_config())
 
 
 def test_a_missing_step(tmp_path):
     write(tmp_path / "step_5", 1)
     with pytest.raises(UserError, match=r"no checkpoint of step 6 in .*: available are \[5\]"):
-        open_step(str(tmp_path), model_config(), 6)
+        step_of(str(tmp_path), 6)
     (tmp_path / "meta.json").write_text(json.dumps({"step": 9, "checkpoints": [5, 9]}))
     with pytest.raises(UserError, match="no classic checkpoint of step 9"):
-        open_source(str(tmp_path), model_config())
+        Checkpoint.open(str(tmp_path)).source(model_config())
     with pytest.raises(UserError, match="no checkpoint in .*found nothing"):
-        open_source(str(tmp_path / "elsewhere"), model_config())
+        Checkpoint.open(str(tmp_path / "elsewhere")).source(model_config())
 
 
 def test_a_compressed_array_that_expands_beyond_its_header(tmp_path):

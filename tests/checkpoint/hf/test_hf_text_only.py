@@ -13,7 +13,7 @@ from support.hf_models import VARIANTS
 from mesh_transformer.checkpoint.hf.config import read_model
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf
-from mesh_transformer.checkpoint.open import CheckpointFolder, Format, open_folder, origin_of
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import from_hf
 
@@ -62,10 +62,10 @@ def test_the_text_model_is_read(theirs: Any, caplog: pytest.LogCaptureFixture) -
 def test_a_conversion_is_exported_as_a_text_model(theirs: Any, tmp_path: Path) -> None:
     folder, prompt, logits = theirs
     from_hf(str(folder), str(tmp_path / "native"), format="native", text_only=True)
-    step = CheckpointFolder(Format.NATIVE, str(tmp_path / "native/step_0"))
+    step = Checkpoint.open(str(tmp_path / "native/step_0"))
     model = read_model(str(folder), text_only=True)
-    source = open_folder(step, model)
-    write_hf(source, model, str(tmp_path / "hf"), origin=origin_of(step, source))
+    source = step.source(model)
+    write_hf(source, model, str(tmp_path / "hf"), origin=step.origin(source))
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
     found = hf.transformers_logits(tmp_path / "hf", prompt)

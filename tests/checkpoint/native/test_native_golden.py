@@ -18,8 +18,9 @@ from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.load import load, load_by_layer
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import open_source
-from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.checkpoint.open import Checkpoint
+from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.requests import SamplingParams
@@ -29,7 +30,7 @@ DAILY = ["gpt_neo", "qwen2", "gemma2", "qwen2_moe", "deepseek_v3"]
 MIXED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 
 
-def restored(run: Any, folder: Path) -> Checkpoint:
+def restored(run: Any, folder: Path) -> RestoredCheckpoint:
     store = CheckpointStore(str(folder), read_only=True, model=run.config.model, optimizer=run.config.optimizer)
     found = store.restore(run.abstract_state)
     assert found is not None
@@ -49,13 +50,13 @@ def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> Non
     arrays = flatten(state)
     assert hashes(arrays) == expected["arrays"]
     step = str(tmp_path / "step_2")
-    source = open_source(step, run.config.model)
+    source = Checkpoint.open(step).source(run.config.model)
     assert source.counts == Counts(2, 2, 2)
     slots = {slot: state.opt_state[slot] for slot in run.config.optimizer.slots}
     tree = flatten({"params": state.params, **slots})
     assert source.tensors.keys() == tree.keys()
     copy = write_native(source, str(tmp_path / "copy"))
-    for opened in (source, open_source(copy, run.config.model)):
+    for opened in (source, Checkpoint.open(copy).source(run.config.model)):
         for name, array in tree.items():
             np.testing.assert_array_equal(opened.read(name, (slice(None),) * array.ndim), array, err_msg=name)
     again = flatten(restored(run, tmp_path / "copy").state)
@@ -88,7 +89,7 @@ def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
 def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
     """With stacked parameters on two devices, and with packed layers as on a CPU."""
     expected = native.unpack(family, "adam", tmp_path)
-    source = open_source(str(tmp_path / "step_2"), program(expected["config"]).config.model)
+    source = Checkpoint.open(str(tmp_path / "step_2")).source(program(expected["config"]).config.model)
     request = (expected["prompt"], SamplingParams(max_tokens=8, temperature=0))
     for fsdp in (2, 1):
         run = program(expected["config"], f"mesh.fsdp={fsdp}", devices=fsdp)
@@ -110,7 +111,7 @@ def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
     """transformers computes the logits of the version that wrote it."""
     expected = native.unpack(family, "adam", tmp_path)
     model = program(expected["config"]).config.model
-    write_hf(open_source(str(tmp_path), model), model, str(tmp_path / "hf"))
+    write_hf(Checkpoint.open(str(tmp_path)).source(model), model, str(tmp_path / "hf"))
     logits = transformers_logits(tmp_path / "hf", np.array([expected["prompt"]]))[0, -1]
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
 

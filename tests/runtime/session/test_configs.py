@@ -14,7 +14,6 @@ from support.classic_folders import RandomSource
 from mesh_transformer import logs, platforms
 from mesh_transformer.checkpoint.native.manifest import decode, encode
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Format
 from mesh_transformer.config import load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import slim, to_hf, write_step
@@ -31,8 +30,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = RandomSource(MODEL, full=True)
     (folder / "config.json").write_text(json.dumps(RAW))
     write_native(source, str(folder / "unknown"))
-    write_step(source, MODEL, str(folder / "classic/step_7"), format=Format.CLASSIC)
-    write_step(source, MODEL, str(folder / "bare/step_7"), format=Format.CLASSIC)
+    write_step(source, MODEL, str(folder / "classic/step_7"), format="classic")
+    write_step(source, MODEL, str(folder / "bare/step_7"), format="classic")
     (folder / "bare/step_7/model.json").unlink()
     source.extra = {"config": parse_config(RAW).model_dump(mode="json")}  # as training records it
     write_native(source, str(folder / "run"))
