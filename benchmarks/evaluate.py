@@ -78,6 +78,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from mesh_transformer import platforms
+    from mesh_transformer.checkpoint.open import Checkpoint
     from mesh_transformer.data.tokenizer import load_tokenizer
     from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
     from mesh_transformer.runtime.evaluation.model import EvalModel
@@ -87,7 +88,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     platforms.CompileCache()
     session = Session.open(config_of(arguments))
     model = EvalModel(session, load_tokenizer(arguments.tokenizer))
-    model.load(read_params(session, f"{arguments.folder}/native").params)
+    model.load(read_params(session, Checkpoint.open(f"{arguments.folder}/native")).params)
     result = timed(HarnessLM(model), arguments)
     epsilon = float(jnp.finfo(session.placement.model.dtype).eps)
     return {**result, "tokens_computed": model.counts.computed // 2, "epsilon": epsilon}

@@ -119,11 +119,12 @@ def plot(result: dict[str, Any], path: str) -> None:
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Our engine, as device_serve.py and device_sample.py use it."""
     from mesh_transformer import platforms
+    from mesh_transformer.checkpoint.open import Checkpoint
     from mesh_transformer.runtime.session.engine import open_engine
 
     platforms.CompileCache()
     config = common.config_of(arguments)
-    engine = open_engine(config, arguments.ckpt, slots=arguments.batch)
+    engine = open_engine(config, Checkpoint.open(arguments.ckpt), slots=arguments.batch)
     return {**decoded(engine, arguments.batch), "weight_bytes": weight_bytes(config)}
 
 

@@ -52,12 +52,13 @@ def main() -> None:
 def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     """New tokens per second of the scheduler and the engine alone."""
     from mesh_transformer import platforms
+    from mesh_transformer.checkpoint.open import Checkpoint
     from mesh_transformer.infer.requests import SamplingParams
     from mesh_transformer.infer.scheduler import Scheduler
     from mesh_transformer.runtime.session.engine import open_engine
 
     platforms.CompileCache()
-    made = open_engine(config_of(arguments), arguments.ckpt, slots=arguments.slots)
+    made = open_engine(config_of(arguments), Checkpoint.open(arguments.ckpt), slots=arguments.slots)
     list(made.warm_up())
     rates = []
     # the first pass is a warm-up

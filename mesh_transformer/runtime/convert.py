@@ -30,7 +30,7 @@ from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
-from mesh_transformer.runtime.session.weights import config_for, explain_damage
+from mesh_transformer.runtime.session.weights import config_for, config_of, explain_damage
 
 # the formats of a step
 NATIVE, CLASSIC = NativeStep.FORMAT, ClassicStep.FORMAT
@@ -67,13 +67,12 @@ def to_hf(
     logs.set_up(logging.DEBUG if debug else logging.INFO)
     if push is not None:
         _check_push(push, output)
-    config = config_for(config_path, overrides, checkpoint)
+    config, opened = config_for(config_path, overrides, checkpoint)
     model = config.model
     # raises UserError if transformers does not support the model
     model.to_hf()
     check_free(output, overwrite=overwrite, replaceable=weight_files)
     logs.log.info("reading %s", checkpoint)
-    opened = Checkpoint.open(checkpoint)
     source = opened.source(model)
     origin = opened.origin(source)
     output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(opened.format, source, origin)
@@ -266,12 +265,13 @@ def slim(
             f"{checkpoint} is no folder beside which a slim checkpoint can be written: use "
             f"{command('from-hf')} --format classic"
         )
-    config = config_for(config_path, overrides, checkpoint)
-    root, named = split_step(checkpoint or config.checkpoint.root)
+    config, opened = config_for(config_path, overrides, checkpoint)
+    root, named = split_step(opened.path)
     if None not in (named, step):
-        raise UserError(f"{checkpoint} and --ckpt-step {step} both name a step: give only one of them")
-    logs.log.info("reading %s", checkpoint or root)
-    opened = Checkpoint.open(checkpoint or root) if step is None else step_of(root, step)
+        raise UserError(f"{opened} and --ckpt-step {step} both name a step: give only one of them")
+    logs.log.info("reading %s", opened)
+    if step is not None:
+        opened = step_of(root, step)
     source = opened.source(config.model)
     write_step(
         source,
@@ -312,23 +312,22 @@ def reshard(
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
     logs.set_up()
-    config = config_for(config_path, overrides, checkpoint)
+    config, opened = config_for(config_path, overrides, checkpoint)
     _check_shards(shards_out, overrides, format, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
     if output is not None and format == CLASSIC:
         check_shards(config.model, shards, output)
     logs.log.info("reading %s", checkpoint)
-    opened = Checkpoint.open(checkpoint)
     if output is not None and format == opened.format == NATIVE:
         raise UserError(f"{opened.folder} is already native and can be read on any number of devices: copy the folder")
     source = opened.source(config.model)
     prompt_sampler = None
     if prompt is not None:
         _check_devices(shards)
-        prompt_config = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
-        prompt_sampler = sampler.Sampler(prompt_config, sampler.SampleRequest(), checkpoint, [prompt])
+        prompt_config = config_of(config_path, [*overrides, f"mesh.tp={shards}"], opened)
+        prompt_sampler = sampler.Sampler(prompt_config, sampler.SampleRequest(), opened, [prompt])
     if output is not None:
-        checkpoint = write_step(
+        step = write_step(
             source,
             config.model,
             output,
@@ -337,8 +336,9 @@ def reshard(
             origin=opened.origin(source),
             overwrite=overwrite,
         )
+        opened = Checkpoint.open(step)
     if prompt_sampler is not None:
-        prompt_sampler.show(checkpoint)
+        prompt_sampler.show(opened)
 
 
 def _check_devices(shards: int) -> None:

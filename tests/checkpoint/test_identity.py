@@ -120,14 +120,14 @@ def config(*overrides: str) -> Config:
 
 
 def in_session(read: Any, folder: str) -> None:
-    read(Session.open(config(*OTHER)), folder)
+    read(Session.open(config(*OTHER)), Checkpoint.open(folder))
 
 
 OPENINGS = {
     "resume": lambda folder: CheckpointStore(folder, read_only=True, model=config(*OTHER).model).restore({}),
     "tune": lambda folder: in_session(open_checkpoint, folder),
     "evaluate": lambda folder: in_session(read_params, folder),
-    "sample, serve": lambda folder: open_engine(config(*OTHER), folder, slots=1),
+    "sample, serve": lambda folder: open_engine(config(*OTHER), Checkpoint.open(folder), slots=1),
     "to_hf": lambda folder: to_hf("config.json", OTHER, folder, "new"),
     "slim": lambda folder: slim("config.json", [*OTHER, f"checkpoint.model_dir={folder}"], step=None, f16=False),
     "reshard": lambda folder: reshard(
@@ -181,8 +181,8 @@ def test_a_checkpoint_without_a_model_gives_one_warning(written: Path, caplog: p
 
 # what device_sample.py and device_serve.py, and eval_harness.py call
 READINGS = {
-    "sample, serve": lambda config, folder: open_engine(config, folder, slots=1),
-    "evaluate": lambda config, folder: read_params(Session.open(config), folder),
+    "sample, serve": lambda config, folder: open_engine(config, Checkpoint.open(folder), slots=1),
+    "evaluate": lambda config, folder: read_params(Session.open(config), Checkpoint.open(folder)),
 }
 
 

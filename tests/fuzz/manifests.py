@@ -58,8 +58,7 @@ def fuzzer(folder: Path) -> Iterator[Attempt]:
     session = SimpleNamespace(config=CONFIG, tokens_per_step=8, sequences_per_step=4)
 
     def read() -> None:
-        config = config_for(None, [], str(step))
-        checkpoint = Checkpoint.open(str(step))
+        config, checkpoint = config_for(None, [], str(step))
         source = checkpoint.source(config.model)
         counts = source.counts
         checkpoint.origin(source)
@@ -72,7 +71,7 @@ def fuzzer(folder: Path) -> Iterator[Attempt]:
     def read_classic() -> None:
         run = classic_run(str(classic))
         assert run is not None
-        Checkpoint.open(run.folder).source(config_for(None, [], str(classic)).model)
+        Checkpoint.open(run.folder).source(config_for(None, [], str(classic))[0].model)
         _resume(session, RestoredCheckpoint(7, None, {"aux": run.aux}), LoggedProgress())
 
     def attempt(random: Random) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import device_serve
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
@@ -38,7 +39,7 @@ class Engine(FakeEngine):
         return super().generate(steps)
 
 
-def open_engine(config: Config, checkpoint: str, *, slots: int) -> Engine:
+def open_engine(config: Config, checkpoint: Checkpoint, *, slots: int) -> Engine:
     fault = os.environ.get("FAKE_FAULT")
     if fault == "user error":
         raise UserError(f"no checkpoint in {checkpoint}")

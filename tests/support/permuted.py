@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mesh_transformer import platforms
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.cluster.backends.agents import AgentCluster
 from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, StreamedFeed, Streamer
 from mesh_transformer.config import AXES, Config, load_config
@@ -119,7 +120,7 @@ def found(folder: Path) -> dict:
     _train(session, streamed.open)
     streamed.close()
     model, tokens = EvalModel(session, ByteTokenizer()), ByteTokenizer()
-    model.load(read_params(session, "run").params)
+    model.load(read_params(session, Checkpoint.open("run")).params)
     queries = [Query(tokens.encode(text), tokens.encode(more)) for text, more in TEXTS]
     return {
         "rows": session.rows(session.microbatch),

@@ -67,7 +67,7 @@ def evaluate(config_path: str | None, overrides: Sequence[str], target: ComputeT
     from mesh_transformer.runtime.session.weights import config_for
 
     logs.set_up()
-    config = config_for(config_path, overrides, options.checkpoint)
+    config, _ = config_for(config_path, overrides, options.checkpoint)
     checkpoint = None if options.checkpoint is None else hub.pinned(options.checkpoint)
     arguments = {
         **dataclasses.asdict(options),

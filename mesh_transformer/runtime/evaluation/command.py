@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer import __version__, files, logs, platforms
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.tokenizer import load_tokenizer, warn_of_more_ids
@@ -78,8 +79,8 @@ def run(config_path: str | None, overrides: Sequence[str], options: EvalOptions)
         UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config = config_for(config_path, overrides, options.checkpoint)
-    evaluation = evaluate(config, options)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint)
+    evaluation = evaluate(config, options, checkpoint)
     if jax.process_index() == 0:
         show(evaluation, options.output)
     return 0
@@ -92,10 +93,13 @@ class Evaluation(NamedTuple):
     tables: str
 
 
-def evaluate(config: Config, options: EvalOptions) -> Evaluation:
+def evaluate(config: Config, options: EvalOptions, checkpoint: Checkpoint | None = None) -> Evaluation:
     """Evaluate a checkpoint. Joins the other processes first, if the environment defines any.
 
     Only process 0 computes standard errors and tables.
+
+    Args:
+        checkpoint: None: the one that the options name, else the run of the config.
 
     Raises:
         UserError: as `run`.
@@ -103,12 +107,12 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
     check_installed()
     from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
-    source = options.checkpoint or config.checkpoint.root
+    checkpoint = checkpoint or Checkpoint.open(options.checkpoint or config.checkpoint.root)
     platforms.CompileCache()
     platforms.start_devices()
     session = Session.open(config)
     memory.check_scoring(session)
-    tokenizer = open_tokenizer(config, source)
+    tokenizer = open_tokenizer(config, checkpoint)
     tasks = Tasks(
         options.tasks,
         include_path=options.include_path,
@@ -117,9 +121,9 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
         limit=options.limit,
     )
     answers = AnswerCache(options.cache) if options.cache is not None else None
-    log.info("reading %s", source)
-    weights = read_params(session, source)
-    log.info("parameters of step %d from %s", weights.step, source)
+    log.info("reading %s", checkpoint)
+    weights = read_params(session, checkpoint)
+    log.info("parameters of step %d from %s", weights.step, checkpoint)
     model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)
     model.load(weights.params)
     began = time.monotonic()
@@ -133,7 +137,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
             **{name: importlib.metadata.version(name) for name in PACKAGES},
             "tasks": results["versions"],
         },
-        "evaluation": {**options_used, "checkpoint": source, "step": weights.step},
+        "evaluation": {**options_used, "checkpoint": checkpoint.path, "step": weights.step},
         "config": config.model_dump(mode="json"),
         "tokens": _tokens(model.counts),
         "seconds": round(time.monotonic() - began, 1),

@@ -177,9 +177,10 @@ def _tuned(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tuple[
         )
     else:
         # it reads tensors' names with JAX
+        from mesh_transformer.checkpoint.open import Checkpoint
         from mesh_transformer.runtime.session.weights import recorded_model_of
 
-        values, checkpoint = recorded_model_of(answers.model), answers.model
+        values, checkpoint = recorded_model_of(Checkpoint.open(answers.model)), answers.model
     model = parse_config({"model": values}).model
     seq = min(model.seq, _TUNE_SEQ) if data.record_tokens is None else data.record_tokens - 1
     in_data = data.tokens(BYTES_PER_TOKEN if model.n_vocab > _BYTES_VOCAB else 1.0)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_transformer import logs, platforms
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.data.text_stream import TextStream
 from mesh_transformer.data.tokenizer import Tokenizer
@@ -173,7 +174,7 @@ class Sampler:
     """Samples completions of prompts. The constructor makes all checks that need no weights.
 
     Args:
-        checkpoint: its folder may contain the tokenizer.
+        checkpoint: it may have the tokenizer.
         prompts: texts, or lists of token IDs. None: read prompts from standard input, one per line.
 
     Raises:
@@ -185,7 +186,7 @@ class Sampler:
         self,
         config: Config,
         request: SampleRequest,
-        checkpoint: str,
+        checkpoint: Checkpoint,
         prompts: Sequence[str | list[int]] | None,
     ):
         config.mesh.shape(jax.device_count())
@@ -201,7 +202,7 @@ class Sampler:
         if prompts is None and not sys.stdin.isatty():
             self._lines = itertools.chain(list(itertools.islice(self._lines, 1)), self._lines)
 
-    def samples(self, checkpoint: str) -> Iterator[list[Sample]]:
+    def samples(self, checkpoint: Checkpoint) -> Iterator[list[Sample]]:
         """Load the weights, and return the `num_samples` samples of each prompt.
 
         Raises:
@@ -216,7 +217,7 @@ class Sampler:
         for prompt in self._prompts_from_stdin() if prompts is None else prompts:
             yield self._sample(engine, prompt)
 
-    def show(self, checkpoint: str, *, as_json: bool = False) -> None:
+    def show(self, checkpoint: Checkpoint, *, as_json: bool = False) -> None:
         """Print the samples to standard output."""
         for samples in self.samples(checkpoint):
             _show(samples, as_json)
@@ -291,14 +292,13 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config = config_for(config_path, overrides, options.checkpoint)
-    source = options.checkpoint or config.checkpoint.root
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint)
     prompts: list[str | list[int]] | None = None if options.prompt is None else [options.prompt]
     if options.prompt_tokens is not None:
         prompts = [parse_tokens(options.prompt_tokens)]
     platforms.CompileCache()
     platforms.start_devices()
-    Sampler(config, _with_seed(options), source, prompts).show(source, as_json=options.json)
+    Sampler(config, _with_seed(options), checkpoint, prompts).show(checkpoint, as_json=options.json)
     return 0
 
 
@@ -326,7 +326,8 @@ def sample_prompts(
     """
     platforms.CompileCache()
     platforms.start_devices()
-    return list(Sampler(config, request, checkpoint, prompts).samples(checkpoint))
+    opened = Checkpoint.open(checkpoint)
+    return list(Sampler(config, request, opened, prompts).samples(opened))
 
 
 def parse_tokens(text: str) -> list[int]:

@@ -21,7 +21,7 @@ import jax
 import uvicorn
 
 from mesh_transformer import hub, logs, platforms
-from mesh_transformer.checkpoint.open import split_step
+from mesh_transformer.checkpoint.open import Checkpoint, split_step
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
 from mesh_transformer.logs import log
@@ -106,18 +106,17 @@ def run(
     logs.set_up()
     # asyncio warns about each client that disconnects during a stream
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    config = config_for(config_path, overrides, options.checkpoint)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint)
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
-    source = options.checkpoint or config.checkpoint.root
     platforms.open_devices()
-    tokenizer = open_tokenizer(config, source)
+    tokenizer = open_tokenizer(config, checkpoint)
     listener = bind(options.host, options.port)
     if not keys and not is_loopback(listener):
         warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
         log.warning(warning, options.host)
-    opener = functools.partial(open_engine or _open_own_engine, config, source, slots=options.slots)
+    opener = functools.partial(open_engine or _open_own_engine, config, checkpoint, slots=options.slots)
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
-    name = config.logging.name or _unnamed(config_path, source)
+    name = config.logging.name or _unnamed(config_path, checkpoint.path)
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
     service = Service(model, keys, options.allow_origins, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
@@ -305,7 +304,7 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
-def _open_own_engine(config: Config, checkpoint: str, *, slots: int) -> WarmEngine:
+def _open_own_engine(config: Config, checkpoint: Checkpoint, *, slots: int) -> WarmEngine:
     platforms.CompileCache()
     # the hosts of a TPU slice join by themselves
     if jax.process_count() > 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 import mesh_transformer
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.errors import byte_size
 from mesh_transformer.infer.engine import SlotEngine
@@ -21,7 +22,7 @@ from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import read_params
 
 
-def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | None = None) -> ServingEngine:
+def open_engine(config: Config, checkpoint: Checkpoint, *, slots: int, context: int | None = None) -> ServingEngine:
     """Load the parameters of a checkpoint of any format onto the config's mesh, and allocate a cache of `slots`
     sequences.
 

@@ -8,7 +8,7 @@ from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer, warn_of_m
 from mesh_transformer.runtime.session.weights import start_checkpoint
 
 
-def open_tokenizer(config: Config, checkpoint: str) -> Tokenizer:
+def open_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer that the config names, else the checkpoint's, else GPT-2's. Warns if it has more IDs than the
     model.
 
@@ -16,7 +16,7 @@ def open_tokenizer(config: Config, checkpoint: str) -> Tokenizer:
         UserError: there is no checkpoint, or its tokenizer cannot be read; or it came from a Hugging Face folder
             without a tokenizer.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer or Checkpoint.open(checkpoint).tokenizer.spec)
+    tokenizer = load_tokenizer(config.data.tokenizer or checkpoint.tokenizer.spec)
     if jax.process_index() == 0:
         warn_of_more_ids(tokenizer, config.model.n_vocab)
     return tokenizer
@@ -35,8 +35,9 @@ def with_run_tokenizer(config: Config, tune_model_path: str | None) -> tuple[Con
     """
     if config.data.tokenizer is not None:
         return config, None
-    start = start_checkpoint(config.checkpoint.root, tune_model_path)
-    tokenizer = CheckpointTokenizer() if start is None else Checkpoint.open(start).tokenizer
+    tuned = None if tune_model_path is None else Checkpoint.open(tune_model_path)
+    start = start_checkpoint(config.checkpoint.root, tuned)
+    tokenizer = CheckpointTokenizer() if start is None else start.tokenizer
     if tokenizer.kept or tokenizer.spec is None:
         return config, tokenizer.spec
     raw = config.model_dump(mode="json")

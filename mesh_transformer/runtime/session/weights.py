@@ -1,6 +1,7 @@
 """The config and the parameters of the checkpoint that a command names."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,57 +26,73 @@ class Weights(NamedTuple):
     step: int
 
 
-def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | None) -> Config:
-    """The config of a command: the file at `path`, or the config that `checkpoint` records, with the `overrides`.
-
-    A checkpoint records the model and the tokenizer. The other options have their defaults. A file without a group
-    `model` has the model of the checkpoint: `checkpoint`, or the run of the file.
+def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, Checkpoint]:
+    """The config of a command, see `config_of`, and the checkpoint that it reads: the one at `checkpoint`, else the run
+    of the config.
 
     Raises:
-        UserError: the file or an override is invalid. Or there is no `path`, and no checkpoint that records its config.
+        UserError: as in `config_of`, or neither `path` nor `checkpoint` is given.
     """
-    if path is not None:
-        return load_config(path, overrides, lambda settings: recorded_model_of(checkpoint or settings.root))
-    if checkpoint is None:
+    if checkpoint:
+        opened = Checkpoint.open(checkpoint)
+        return config_of(path, overrides, opened), opened
+    if path is None:
         raise UserError(
             "no model is given: use --config FILE, or --ckpt DIR with a checkpoint that records its config, or both"
         )
-    opened = Checkpoint.open(checkpoint)
-    if opened.config is None:
-        raise UserError(f"{opened.folder} does not record its config: give the config of its run with --config FILE")
-    return parse_config(opened.config, overrides)
+    # the config may ask the run for its model: it is the same look
+    run = functools.cache(Checkpoint.open)
+    config = load_config(path, overrides, lambda settings: recorded_model_of(run(settings.root)))
+    return config, run(config.checkpoint.root)
 
 
-def recorded_model_of(checkpoint: str) -> dict[str, Any]:
+def config_of(path: str | None, overrides: Sequence[str], checkpoint: Checkpoint) -> Config:
+    """The config in the file at `path`, or the config that `checkpoint` records, with the `overrides`.
+
+    A checkpoint records the model and the tokenizer. The other options have their defaults. A file without a group
+    `model` has the model of the checkpoint.
+
+    Raises:
+        UserError: the file or an override is invalid. Or the model is asked for, and there is no checkpoint that
+            records it.
+    """
+    if path is not None:
+        return load_config(path, overrides, lambda _: recorded_model_of(checkpoint))
+    if checkpoint.config is None:
+        raise UserError(
+            f"{checkpoint.folder} does not record its config: give the config of its run with --config FILE"
+        )
+    return parse_config(checkpoint.config, overrides)
+
+
+def recorded_model_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The values of the group `model` that a checkpoint records.
 
     Raises:
         UserError: there is no checkpoint, or it does not record its model.
     """
-    opened = Checkpoint.open(checkpoint)
-    if opened.config is None:
-        raise UserError(f"{opened.folder} does not record its model: give the config the group model")
-    return dict(opened.config["model"])
+    if checkpoint.config is None:
+        raise UserError(f"{checkpoint.folder} does not record its model: give the config the group model")
+    return dict(checkpoint.config["model"])
 
 
-def start_checkpoint(root: str, tune_model_path: str | None) -> str | None:
-    """The checkpoint from which a run starts or resumes: its newest step that can be read, else `tune_model_path`.
+def start_checkpoint(root: str, tuned: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint from which a run starts or resumes: its newest step that can be read, else `tuned`.
 
     Raises:
         UserError: a step has a config that cannot be read.
     """
     for name in reversed(finished_steps(root)):
-        step = files.join(root, name)
+        step = Checkpoint.open(files.join(root, name))
         with contextlib.suppress(DamagedCheckpoint):
-            # it is read for its errors alone
-            _ = Checkpoint.open(step).config
+            # raises if it is damaged
+            _ = step.config
             return step
-    return tune_model_path
+    return tuned
 
 
-def read_params(session: Session, path: str, *, for_decode: bool = False) -> Weights:
-    """Load the parameters of the checkpoint at `path`, without the optimizer state, as `Session.whole_sequences` has
-    them.
+def read_params(session: Session, checkpoint: Checkpoint, *, for_decode: bool = False) -> Weights:
+    """Load the parameters of a checkpoint, without the optimizer state, as `Session.whole_sequences` has them.
 
     A context longer than the checkpoint's is a warning.
 
@@ -85,7 +102,7 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     Raises:
         UserError: there is no checkpoint, it is of another model, or it is damaged.
     """
-    source, model = open_checkpoint(session, path), session.placement.model
+    source, model = open_checkpoint(session, checkpoint), session.placement.model
     warn_of_longer_context(source, session.config.model)
     abstract = session.whole_sequences.abstract(model.dtype)
     with explain_damage(source):
@@ -98,9 +115,13 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     return Weights(params, source.counts.step)
 
 
-def open_checkpoint(session: Session, path: str) -> TensorSource:
-    """Open a checkpoint. If a process cannot open it, all processes fail, with the errors of `read_params`."""
-    source = fail_together(lambda: Checkpoint.open(path).source(session.config.model))
+def open_checkpoint(session: Session, checkpoint: Checkpoint) -> TensorSource:
+    """The tensors of a checkpoint. If a process cannot open it, all processes fail, with the errors of
+    `read_params`."""
+    if jax.process_count() > 1:
+        # processes start at different times, and a run may save in between
+        checkpoint = Checkpoint.open(checkpoint.path)
+    source = fail_together(lambda: checkpoint.source(session.config.model))
     fail_together(lambda: source.counts)
     return source
 

@@ -21,9 +21,11 @@ def training_config(path: str, overrides: Sequence[str], tune_model_path: str | 
 
     def find_model(settings: CheckpointConfig) -> dict[str, Any] | None:
         # a driver whose config has the model needs no jax
+        from mesh_transformer.checkpoint.open import Checkpoint
         from mesh_transformer.runtime.session.weights import recorded_model_of, start_checkpoint
 
-        checkpoint = tune_model_path if new else start_checkpoint(settings.root, tune_model_path)
+        tuned = None if tune_model_path is None else Checkpoint.open(tune_model_path)
+        checkpoint = tuned if new else start_checkpoint(settings.root, tuned)
         return None if checkpoint is None else recorded_model_of(checkpoint)
 
     return load_config(path, overrides, find_model)

@@ -181,8 +181,9 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
 
     Also returns the Hugging Face folder that the checkpoint is or came from.
     """
-    source = open_checkpoint(session, path)
-    origin = fail_together(lambda: Checkpoint.open(path).origin(source))
+    checkpoint = Checkpoint.open(path)
+    source = open_checkpoint(session, checkpoint)
+    origin = fail_together(lambda: checkpoint.origin(source))
     abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
     if slots(source) and not fresh_opt:

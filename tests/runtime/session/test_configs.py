@@ -49,7 +49,7 @@ def here(written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("checkpoint", ["run", "run/step_7/", "classic", "classic/step_7", "hf"])
 def test_the_model_is_the_checkpoints_and_the_rest_default(here: Path, checkpoint: str) -> None:
-    found = config_for(None, ["mesh.tp=2", "model.seq=20"], checkpoint)
+    found, _ = config_for(None, ["mesh.tp=2", "model.seq=20"], checkpoint)
     assert found.model == MODEL.model_copy(update={"seq": 20})
     assert found.mesh.tp == 2
     assert found.optimizer == parse_config({"model": TINY["model"]}).optimizer
@@ -57,7 +57,9 @@ def test_the_model_is_the_checkpoints_and_the_rest_default(here: Path, checkpoin
 
 
 def test_a_config_file_counts_alone(here: Path) -> None:
-    assert config_for("config.json", ["optimizer.lr=1"], "nowhere") == load_config("config.json", ["optimizer.lr=1"])
+    config, checkpoint = config_for("config.json", ["optimizer.lr=1"], "nowhere")
+    assert config == load_config("config.json", ["optimizer.lr=1"])
+    assert checkpoint.path == "nowhere"
 
 
 @pytest.mark.parametrize(

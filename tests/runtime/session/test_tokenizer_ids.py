@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.builders import TINY
 
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import parse_config
 from mesh_transformer.data import tokenizer as tokenizers
 from mesh_transformer.data.loader import make_train_loader, make_val_loader
@@ -46,7 +47,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_sampling_serving_and_evaluation_warn(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The three commands open it so."""
-    found = open_tokenizer(config, "no checkpoint")
+    found = open_tokenizer(config, Checkpoint.open("no checkpoint"))
     assert found.encode("abd") == [1, 511, 600]
     assert found.decode([1, 599, 600, 601]) == "a d"
     (warned,) = warnings(caplog)
@@ -116,14 +117,13 @@ def test_an_export_warns_or_refuses_an_end_token_that_the_model_does_not_have(
 def test_a_prompt_with_such_an_id_is_refused_with_it(config: Any, prompt: str | list[int], message: str) -> None:
     config = parse_config({**config.model_dump(mode="json"), "mesh": {"tp": 1, "dp": 8}})
     with pytest.raises(UserError) as refused:
-        Sampler(config, SampleRequest(), "no checkpoint", [prompt])
+        Sampler(config, SampleRequest(), Checkpoint.open("no checkpoint"), [prompt])
     assert str(refused.value) == message
 
 
 def test_a_text_sent_to_the_server_is_refused_with_the_id(config: Any) -> None:
-    served = ServedModel(
-        "model", 512, open_tokenizer(config, "no checkpoint"), EngineLoop(None, slots=1, max_queue=1), 1
-    )  # type: ignore[arg-type]
+    tokenizer = open_tokenizer(config, Checkpoint.open("no checkpoint"))
+    served = ServedModel("model", 512, tokenizer, EngineLoop(None, slots=1, max_queue=1), 1)  # type: ignore[arg-type]
     with pytest.raises(ApiError, match="prompt: there is no token 600; token IDs are 0 to 511"):
         asyncio.run(served.encode(["abd"], "prompt"))
     served.close()

@@ -10,6 +10,7 @@ import pytest
 from support.builders import TINY
 
 from mesh_transformer.checkpoint.native.source import NativeSource
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
@@ -62,8 +63,9 @@ def test_the_very_folder_that_is_named_is_read(
     elif path in ("link", "step_4"):  # the name differs from the step
         (root / path).symlink_to(step)
     monkeypatch.chdir(step if path == "." else root)
-    source = open_checkpoint(session, path)
-    params, (whole, opt_state) = read_params(session, path), read_state(program, source)
+    checkpoint = Checkpoint.open(path)
+    source = open_checkpoint(session, checkpoint)
+    params, (whole, opt_state) = read_params(session, checkpoint), read_state(program, source)
     assert (params.step, source.counts.step) == (9, 9)
     for found in (params.params, whole):
         jax.tree.map(np.testing.assert_array_equal, found, state.params)
@@ -74,7 +76,7 @@ def test_the_very_folder_that_is_named_is_read(
 
 def test_the_newest_of_a_run(step: Path, session: Session) -> None:
     for path in (step.parent, f"{step.parent}/"):
-        assert read_params(session, str(path)).step == 10
+        assert read_params(session, Checkpoint.open(str(path))).step == 10
 
 
 def test_a_decoder_is_never_on_the_devices_twice(
@@ -93,7 +95,7 @@ def test_a_decoder_is_never_on_the_devices_twice(
 
     monkeypatch.setattr(NativeSource, "read_stored", watched)
     half = Session.open(parse_config({**TINY, "mesh": {"tp": 4}}, ["compute.dtype=bfloat16"]))
-    found = read_params(half, str(step), for_decode=True)
+    found = read_params(half, Checkpoint.open(str(step)), for_decode=True)
     assert len(held) > 3 * TINY["model"]["layers"]
     assert max(held) <= weights + largest
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(found.params)} == {2}
@@ -110,7 +112,7 @@ def test_a_flipped_bit_is_reported(step: Path, session: Session, for_decode: boo
     content[len(content) // 2] ^= 1
     biggest.write_bytes(content)
     with pytest.raises(UserError, match=f"{step} is damaged: .*; use another step"):
-        read_params(session, str(step), for_decode=for_decode)
+        read_params(session, Checkpoint.open(str(step)), for_decode=for_decode)
     shutil.rmtree(step / "manifest")
     with pytest.raises(UserError, match=r"no checkpoint in .*/step_9"):
-        read_params(session, str(step))
+        read_params(session, Checkpoint.open(str(step)))
