@@ -14,7 +14,7 @@ from support.served import Served, serve
 from support.wire import connect
 
 from fuzz.harness import Attempt
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
 
 _SAMPLED = {
@@ -101,7 +101,8 @@ def _method(raw: bytes) -> bytes | None:
     reader.receive_data(raw)
     try:
         while type(event := reader.next_event()) is not h11.EndOfMessage:
-            if event is h11.NEED_DATA:
+            # h11 takes a request without a byte for the end of the connection
+            if event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):
                 return None
             if isinstance(event, h11.Request):
                 method = event.method

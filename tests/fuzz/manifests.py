@@ -21,7 +21,7 @@ from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
 from mesh_transformer.config import parse_config
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.runtime.session.weights import config_for
 from mesh_transformer.runtime.training.start import LoggedProgress, _resume
 

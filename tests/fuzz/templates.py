@@ -11,7 +11,7 @@ from support.chat_templates import TEMPLATES, TOOL_TEMPLATES
 from support.mutations import mutated_bytes
 
 from fuzz.harness import Attempt
-from mesh_transformer.data.chat_template import ChatTemplate
+from mesh_transformer.data.chat.template import ChatTemplate
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": " What is 2 + 2? <b>&amp;</b> "},

@@ -10,7 +10,7 @@ from support.chat_templates import chat_folder
 from support.mutations import mutated_bytes, mutated_json
 
 from fuzz.harness import Attempt
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # besides the parts that the valid tokenizer.json has

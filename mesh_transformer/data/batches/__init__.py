@@ -1,0 +1,1 @@
+"""Batches for training and validation, in an order that can be stored and resumed."""

@@ -1,0 +1,1 @@
+"""Conversations: templates, messages, and the instructions that training learns from."""

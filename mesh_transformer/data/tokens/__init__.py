@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizers, and encoders that are faster or read as a stream."""
