@@ -79,7 +79,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from mesh_transformer import platforms
     from mesh_transformer.checkpoint.open import Checkpoint
-    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.data.tokens.tokenizer import load_tokenizer
     from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
     from mesh_transformer.runtime.evaluation.model import EvalModel
     from mesh_transformer.runtime.session.session import Session

@@ -76,8 +76,8 @@ def main() -> None:
 def encoder(arguments: argparse.Namespace) -> dict[str, Any]:
     """The encoder alone, in one thread, in a child process: its proof before the first text is not counted."""
     _hide_tiktoken(arguments.without)
-    from mesh_transformer.data import fast_encoder
-    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.data.tokens import fast_encoder
+    from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
     if arguments.without is None:
         # start now, and leave out the comparison with the first documents
@@ -113,7 +113,7 @@ def mapped(arguments: argparse.Namespace) -> dict[str, Any]:
     import datasets
     from transformers import PreTrainedTokenizerFast
 
-    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
     datasets.disable_progress_bars()
     backend = getattr(load_tokenizer(arguments.tokenizer), "_backend")  # noqa: B009

@@ -36,7 +36,7 @@ def main() -> None:
 
 def in_order(arguments: argparse.Namespace) -> dict[str, Any]:
     """The rate of one set, in a child process."""
-    from mesh_transformer.data.loader import make_train_loader
+    from mesh_transformer.data.batches.loader import make_train_loader
 
     options = _options(arguments)
     return _measured(arguments, make_train_loader(f"{arguments.folder}/all.index", batch_across_files=True, **options))
@@ -45,7 +45,7 @@ def in_order(arguments: argparse.Namespace) -> dict[str, Any]:
 def at_random(arguments: argparse.Namespace) -> dict[str, Any]:
     """The rate of a mixture of two sources, each with half of the files, in a child process."""
     from mesh_transformer.config.mixture import TrainSource
-    from mesh_transformer.data.loader import make_train_loader
+    from mesh_transformer.data.batches.loader import make_train_loader
 
     weights = {"a": {0: 0.7}, "b": {0: 0.3}}
     sources = {
@@ -69,7 +69,7 @@ def _measured(arguments: argparse.Namespace, loader: Any) -> dict[str, Any]:
 
 def _write(arguments: argparse.Namespace) -> None:
     """Record files of random tokens, and the indexes `all`, `a` and `b`."""
-    from mesh_transformer.data.records import write_records
+    from mesh_transformer.data.records.tfrecords import write_records
 
     draw, names = np.random.default_rng(0), [f"{number}.tfrecords" for number in range(FILES)]
     for name in names:

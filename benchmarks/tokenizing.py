@@ -44,7 +44,7 @@ def main() -> None:
 
 def tokenizers(arguments: argparse.Namespace) -> dict[str, Any]:
     """The rate of tokenizers, in a child process."""
-    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(arguments.tokenizer)
     return _measured(arguments, tokenizer.encode_literal, time.process_time())
@@ -56,8 +56,8 @@ def fast(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: it is not used for this tokenizer.
     """
-    from mesh_transformer.data import fast_encoder
-    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.data.tokens import fast_encoder
+    from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(arguments.tokenizer)
     began = time.process_time()
@@ -92,7 +92,7 @@ def _measured(arguments: argparse.Namespace, encode: Any, began: float) -> dict[
 
 def _batches(arguments: argparse.Namespace) -> Iterator[list[str]]:
     """Batches of texts, up to the number of characters."""
-    from mesh_transformer.data.corpus import file_pieces, input_files
+    from mesh_transformer.data.corpus.pieces import file_pieces, input_files
 
     pieces = itertools.chain.from_iterable(file_pieces(path, None) for path in input_files(arguments.input))
     batch: list[str] = []

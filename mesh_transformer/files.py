@@ -9,6 +9,7 @@ import contextlib
 import os
 import posixpath
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,17 @@ class Writable(Protocol):
 
     def write(self, block: bytes, /) -> object:
         """Take a block."""
+
+
+@contextlib.contextmanager
+def scratch_file(folder: str) -> Iterator[str]:
+    """A unique path in `folder`. A file that is still there at the end is deleted."""
+    path = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
 
 
 def is_remote(path: str) -> bool:

@@ -203,13 +203,13 @@ MUTANTS = [
         ("tests/ops/test_gradients.py::test_the_loss_in_parts_is_the_loss",),
     ),
     # the step that the data does not fill is not undone
-    Mutant("data/mixture.py", "self._progress = before", "pass", ("tests/data/test_mixture.py",)),
+    Mutant("data/batches/mixture.py", "self._progress = before", "pass", ("tests/data/batches/test_mixture.py",)),
     # every pass has the same order
     Mutant(
-        "data/mixture.py",
+        "data/batches/mixture.py",
         'f"{self._seed} {epoch} {name}"',
         'f"{self._seed} {name}"',
-        ("tests/data/test_mixture.py",),
+        ("tests/data/batches/test_mixture.py",),
     ),
     # padding belongs to the last document
     Mutant(

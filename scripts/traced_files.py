@@ -111,7 +111,7 @@ def request(entered: Entered) -> None:
     """A completion by a server. The request traces the programs, as the warm-up of a server does before it."""
     import jax
 
-    from mesh_transformer.data.tokenizer import ByteTokenizer
+    from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
     from mesh_transformer.infer.cpu.packed import pack
     from mesh_transformer.infer.engine import SlotEngine
     from mesh_transformer.runtime.serving.loop import EngineLoop

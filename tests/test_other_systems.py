@@ -49,7 +49,7 @@ for name in {LATER}:
 for name in {FUNCTIONS}:
     delattr(os, name)
 from create_finetune_tfrecords import main
-from mesh_transformer.data.chat_template import ChatTemplate
+from mesh_transformer.data.chat.template import ChatTemplate
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serving.start import connection_limit
 from mesh_transformer.runtime.training import run_folder

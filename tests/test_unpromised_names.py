@@ -102,7 +102,9 @@ NAMES = [
     Name(_MULTIHOST, "sync_global_devices", ("name",), "checkpoint/store.py"),
     Name(_MULTIHOST, "process_allgather", ("in_tree",), "checkpoint/load.py"),
     Name(_MULTIHOST, "reached_preemption_sync_point", ("step_id",), "runtime/training/trainer.py"),
-    Name("grain.experimental", "ThreadPrefetchIterDataset", ("parent", "prefetch_buffer_size"), "data/loader.py"),
+    Name(
+        "grain.experimental", "ThreadPrefetchIterDataset", ("parent", "prefetch_buffer_size"), "data/batches/loader.py"
+    ),
     # `BoundedConnection` extends it
     Name(_PROTOCOL[0], f"{_PROTOCOL[1]}.connection_made", ("transport",), "runtime/serving/access.py"),
     Name(_PROTOCOL[0], f"{_PROTOCOL[1]}.data_received", ("data",), "runtime/serving/access.py"),

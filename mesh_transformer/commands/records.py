@@ -13,7 +13,7 @@ from mesh_transformer.runtime import cli
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    from mesh_transformer.data.sequence_options import Options
+    from mesh_transformer.data.corpus.options import Options
 
     parser = cli.Parser(description=__doc__)
     add = parser.add_argument
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and write the records."""
     args = vars(parse(arguments))
     from mesh_transformer import logs
-    from mesh_transformer.data.corpus import input_files
-    from mesh_transformer.data.prepare import prepare
-    from mesh_transformer.data.sequence_options import Options
-    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.data.corpus.options import Options
+    from mesh_transformer.data.corpus.pieces import input_files
+    from mesh_transformer.data.corpus.sequences import prepare
+    from mesh_transformer.data.tokens.tokenizer import load_tokenizer
     from mesh_transformer.errors import plural
 
     logs.set_up(logging.DEBUG if args.pop("verbose") else logging.INFO)

@@ -7,7 +7,7 @@ import platform
 
 import numpy as np
 
-from mesh_transformer.data.instructions import (
+from mesh_transformer.data.chat.instructions import (
     InstructionEncoder,
     LearnedTokens,
     canonical,
@@ -15,7 +15,7 @@ from mesh_transformer.data.instructions import (
     shortened,
     template_fingerprint,
 )
-from mesh_transformer.dataset.formats.base import Row
+from mesh_transformer.data.corpus.formats.base import Row
 from mesh_transformer.dataset.fragment import LEARNED, Collected, Examples, Fragment, Text, tokenizer_of
 from mesh_transformer.dataset.parts import Bad, Part, examples
 from mesh_transformer.errors import BadDataError, UserError

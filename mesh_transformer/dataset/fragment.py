@@ -18,8 +18,8 @@ from typing import IO, Literal
 
 import numpy as np
 
-from mesh_transformer.data.fast_encoder import LiteralEncoder
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.data.tokens.fast_encoder import LiteralEncoder
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.dataset.counts import ROW, Counts
 from mesh_transformer.dataset.objects import spool, write_object
 from mesh_transformer.dataset.parts import Bad, Part, pieces

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mesh_transformer import files, hub
-from mesh_transformer.dataset.formats import allowed, format_of
+from mesh_transformer.data.corpus.formats import allowed, format_of
 from mesh_transformer.errors import UserError, listed, plural
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesh_transformer import files
-from mesh_transformer.data.instructions import template_fingerprint
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.data.chat.instructions import template_fingerprint
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.dataset.counts import Counts, add_reasons, total
 from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.example_fragment import write_example_fragment

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.dataset.counts import Counts, add_reasons, total
 from mesh_transformer.dataset.fragment import SIDES, Fragment
 from mesh_transformer.dataset.inputs import Input

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
-from mesh_transformer.data.corpus import Piece
-from mesh_transformer.data.inflate import inflated, without_suffix
-from mesh_transformer.dataset.formats import FORMATS
-from mesh_transformer.dataset.formats.base import Bad, Column, Item, Row
+from mesh_transformer.data.corpus.formats import FORMATS
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Item, Row
+from mesh_transformer.data.corpus.pieces import Piece
+from mesh_transformer.data.corpus.storage import open_file, open_range
+from mesh_transformer.data.records.inflate import inflated, without_suffix
 from mesh_transformer.dataset.inputs import Input, InputFile
-from mesh_transformer.dataset.storage import open_file, open_range
 from mesh_transformer.errors import BadDataError, UserError
 
 __all__ = ["Bad", "Part", "examples", "pieces", "plan"]

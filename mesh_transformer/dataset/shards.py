@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mesh_transformer.data.records import write_record
+from mesh_transformer.data.records.tfrecords import write_record
 from mesh_transformer.dataset.counts import ROW
 from mesh_transformer.dataset.duplicates import RUN, Range
 from mesh_transformer.dataset.fragment import Fragment

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mesh_transformer import files
-from mesh_transformer.data.byte_tokenizer import EOT_TEXT
-from mesh_transformer.data.corpus import Piece
-from mesh_transformer.data.tokenizer import has_tokenizer, valid_text
-from mesh_transformer.dataset.formats.base import Bad
+from mesh_transformer.data.corpus.formats.base import Bad
+from mesh_transformer.data.corpus.pieces import Piece
+from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT
+from mesh_transformer.data.tokens.tokenizer import has_tokenizer, valid_text
 from mesh_transformer.dataset.fragment import fraction
 from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.options import Options

@@ -25,7 +25,7 @@ from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
-from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer, warn_of_more_ids
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer, warn_of_more_ids
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer

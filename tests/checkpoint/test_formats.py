@@ -15,7 +15,7 @@ from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.open import Checkpoint, check_only_step
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config
-from mesh_transformer.data.sources import find_source
+from mesh_transformer.data.records.sources import find_source
 from mesh_transformer.errors import UserError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 
 
 @pytest.fixture(scope="session")

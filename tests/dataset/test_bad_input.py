@@ -14,8 +14,9 @@ import pytest
 import zstandard
 from support.corpora import WHOLE, as_csv, as_lines, as_parquet, as_tar, documents, parts_of, read
 
-from mesh_transformer.data import corpus, inflate
-from mesh_transformer.dataset.formats import csv_rows, parquet
+from mesh_transformer.data.corpus import pieces as corpus
+from mesh_transformer.data.corpus.formats import csv_rows, parquet
+from mesh_transformer.data.records import inflate
 from mesh_transformer.dataset.parts import Bad
 from mesh_transformer.errors import BadDataError, UserError
 

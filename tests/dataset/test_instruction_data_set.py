@@ -16,9 +16,9 @@ from support.chat_templates import chat_folder
 from support.corpora import as_tar
 from support.data_sets import hashes
 
-from mesh_transformer.data.instructions import InstructionEncoder, example_of, learns
-from mesh_transformer.data.records import RecordReader
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.chat.instructions import InstructionEncoder, example_of, learns
+from mesh_transformer.data.records.tfrecords import RecordReader
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.dataset import example_fragment
 from mesh_transformer.dataset.job import prepare
 from mesh_transformer.dataset.options import Options

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.commands import run
 from support.data_sets import EOT, SEQ, Corpus, Counting, Interrupted, hashes, made, write_corpus
 
-from mesh_transformer.data.records import RecordReader
+from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.dataset import job, packed_shards
 from mesh_transformer.dataset.counts import ROW, Counts
 from mesh_transformer.dataset.dropping import Duplicates

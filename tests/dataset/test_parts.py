@@ -139,7 +139,7 @@ def test_a_bucket_gives_the_local_documents_in_few_requests(
 ) -> None:
     monkeypatch.setattr("mesh_transformer.files.RETRY_FIRST_S", 0.01)
     # a read of a file, which is a request only outside the range that was downloaded
-    monkeypatch.setattr("mesh_transformer.dataset.storage._BUFFER_BYTES", 40)
+    monkeypatch.setattr("mesh_transformer.data.corpus.storage._BUFFER_BYTES", 40)
     corpus(tmp_path)
     for path in tmp_path.iterdir():
         gcs.put("bucket", f"data/{path.name}", path.read_bytes())
@@ -164,7 +164,7 @@ def test_a_bucket_gives_the_local_documents_in_few_requests(
 
 def test_a_line_over_the_end_of_a_range_in_a_bucket(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than what is downloaded after the range."""
-    monkeypatch.setattr("mesh_transformer.dataset.formats.lines._AFTER_BYTES", 10)
+    monkeypatch.setattr("mesh_transformer.data.corpus.formats.lines._AFTER_BYTES", 10)
     texts = ["short", "long " * 1000, "é" * 50, "end"]
     gcs.put("bucket", "a.jsonl", as_lines(texts))
     assert read("gs://bucket/a.jsonl", part_bytes=40) == texts

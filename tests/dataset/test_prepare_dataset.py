@@ -28,7 +28,7 @@ from support.data_sets import (
 )
 
 import prepare_dataset
-from mesh_transformer.data.records import RecordReader
+from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.dataset import job
 from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.objects import spool

@@ -9,7 +9,7 @@ import zstandard
 from support.corpora import as_csv, as_lines, as_parquet
 
 import train_tokenizer
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.dataset.tokenizer_training import Training, train
 from mesh_transformer.errors import RunError, UserError
 

@@ -13,7 +13,7 @@ from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.config import load_config
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 
 
 def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:

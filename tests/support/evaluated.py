@@ -9,7 +9,7 @@ import jax
 
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.evaluation.model import EvalModel
 from mesh_transformer.runtime.session.session import Session

@@ -1,7 +1,7 @@
 """A training loader of the fixture `dataset`, in every order, and what it gives; the records of any file."""
 
-from mesh_transformer.data.loader import make_train_loader
-from mesh_transformer.data.records import RecordReader
+from mesh_transformer.data.batches.loader import make_train_loader
+from mesh_transformer.data.records.tfrecords import RecordReader
 
 MODES = [
     {},

@@ -21,8 +21,8 @@ from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.cluster.backends.agents import AgentCluster
 from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, StreamedFeed, Streamer
 from mesh_transformer.config import AXES, Config, load_config
-from mesh_transformer.data.loader import make_val_loader
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.batches.loader import make_val_loader
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 from mesh_transformer.infer.scoring.packing import Query
 from mesh_transformer.models import placement
 from mesh_transformer.parallel.mesh import process_rows

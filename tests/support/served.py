@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from mesh_transformer.data.tokenizer import ByteTokenizer, Tokenizer
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel

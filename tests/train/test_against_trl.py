@@ -12,8 +12,8 @@ from support.builders import program
 
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.load import load
-from mesh_transformer.data.instructions import InstructionEncoder, LearnedTokens
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.chat.instructions import InstructionEncoder, LearnedTokens
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.dataset.packing import Piece, best_fit, example_of
 from mesh_transformer.sequences import Example, Sequences
 

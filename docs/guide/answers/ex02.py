@@ -4,8 +4,8 @@ import struct
 
 import numpy as np
 
-from mesh_transformer.data.permutation import Permutation
-from mesh_transformer.data.records import masked_crc32c
+from mesh_transformer.data.batches.permutation import Permutation
+from mesh_transformer.data.records.tfrecords import masked_crc32c
 
 
 def encode_word(word, merges):

@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 
-from mesh_transformer.data.permutation import Permutation
-from mesh_transformer.data.records import write_record
+from mesh_transformer.data.batches.permutation import Permutation
+from mesh_transformer.data.records.tfrecords import write_record
 from mesh_transformer.sequences import Example, document_numbers
 
 # the second list has a long token that is learned from parts which "abc" never has: its "bc" is merged first

@@ -15,7 +15,7 @@ def read_records(content):
     """The data of each record in the bytes of a record file, as a list of bytes.
 
     Raise ValueError if a checksum does not match or if the file ends inside a record. An empty file has no records.
-    The function of the checksums is `mesh_transformer.data.records.masked_crc32c`.
+    The function of the checksums is `mesh_transformer.data.records.tfrecords.masked_crc32c`.
     """
     raise NotImplementedError
 
@@ -34,7 +34,7 @@ def batch_at(step, batch, records, seed):
     """The numbers of the records of a step: a list of `batch` integers from 0 to `records` - 1. `step` counts from 0.
 
     Each epoch has each record once, in an order of its own. The order of epoch E, counted from 0, is
-    `mesh_transformer.data.permutation.Permutation(records, f"{seed}/{E}")`. A batch may span two epochs. Compute only
-    the entries that the step needs.
+    `mesh_transformer.data.batches.permutation.Permutation(records, f"{seed}/{E}")`. A batch may span two epochs.
+    Compute only the entries that the step needs.
     """
     raise NotImplementedError

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from mesh_transformer.data.records import Record
+from mesh_transformer.data.records.tfrecords import Record
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.sequences import Example, Sequences

@@ -8,9 +8,9 @@ no batch at the end of a file.
 import os
 from typing import Any
 
-from mesh_transformer.data.records import RecordReader
-from mesh_transformer.data.sources import find_source, is_text, record_files
-from mesh_transformer.data.stream import Position
+from mesh_transformer.data.batches.stream import Position
+from mesh_transformer.data.records.sources import find_source, is_text, record_files
+from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.errors import UserError
 
 _INSTEAD = "or read the data from its beginning with --set data.restart=true"

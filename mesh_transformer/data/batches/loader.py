@@ -14,15 +14,15 @@ import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
 from mesh_transformer.config.mixture import TrainSource
-from mesh_transformer.data.batching import Batching, Packing
-from mesh_transformer.data.mixture import Mixture
-from mesh_transformer.data.prepare import cached_records
-from mesh_transformer.data.record_set import RecordSet
-from mesh_transformer.data.records import RecordReader
-from mesh_transformer.data.sources import find_source, is_text, record_files
-from mesh_transformer.data.step_readers import MixtureReader, StepReader, StreamReader
-from mesh_transformer.data.stream import Ordered, Shuffled
-from mesh_transformer.data.text_counts import TextCounts, counts_of_cached, counts_of_index
+from mesh_transformer.data.batches.batching import Batching, Packing
+from mesh_transformer.data.batches.mixture import Mixture
+from mesh_transformer.data.batches.stream import Ordered, Shuffled
+from mesh_transformer.data.corpus.sequences import cached_records
+from mesh_transformer.data.records.record_set import RecordSet
+from mesh_transformer.data.records.sources import find_source, is_text, record_files
+from mesh_transformer.data.records.text_counts import TextCounts, counts_of_cached, counts_of_index
+from mesh_transformer.data.records.tfrecords import RecordReader
+from mesh_transformer.data.batches.step_readers import MixtureReader, StepReader, StreamReader
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.sequences import Sequences
 

@@ -11,8 +11,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from mesh_transformer.config.mixture import TrainSource
-from mesh_transformer.data.permutation import Permutation
-from mesh_transformer.data.stamps import RESTART
+from mesh_transformer.data.batches.permutation import Permutation
+from mesh_transformer.data.records.stamps import RESTART
 from mesh_transformer.errors import UserError
 
 VERSION = 2

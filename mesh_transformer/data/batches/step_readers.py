@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
-from mesh_transformer.data.batching import Batching
-from mesh_transformer.data.mixture import Draw, Mixture
-from mesh_transformer.data.record_set import RecordSet
-from mesh_transformer.data.records import Record
-from mesh_transformer.data.stamps import RESTART, check_stamp
-from mesh_transformer.data.stream import Stream, resume, stored_position
+from mesh_transformer.data.batches.batching import Batching
+from mesh_transformer.data.batches.mixture import Draw, Mixture
+from mesh_transformer.data.batches.stream import Stream, resume, stored_position
+from mesh_transformer.data.records.record_set import RecordSet
+from mesh_transformer.data.records.stamps import RESTART, check_stamp
+from mesh_transformer.data.records.tfrecords import Record
 from mesh_transformer.errors import UserError, plural
 
 _log = logging.getLogger(__name__)

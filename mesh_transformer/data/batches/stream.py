@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.data.records import Record, RecordReader
-from mesh_transformer.data.stamps import check_stamp, stamp_of
+from mesh_transformer.data.records.stamps import check_stamp, stamp_of
+from mesh_transformer.data.records.tfrecords import Record, RecordReader
 from mesh_transformer.errors import UserError, plural
 
 Position = dict[str, Any]

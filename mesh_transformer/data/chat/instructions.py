@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.data.chat_template import ChatTemplate, Message, Tool
-from mesh_transformer.data.messages import messages_of, tools_of
-from mesh_transformer.data.template_process import TEXT_CHARS
-from mesh_transformer.data.tokenizer import Tokenizer, valid_text
+from mesh_transformer.data.chat.messages import messages_of, tools_of
+from mesh_transformer.data.chat.template import ChatTemplate, Message, Tool
+from mesh_transformer.data.chat.template_process import TEXT_CHARS
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, valid_text
 from mesh_transformer.errors import UserError, listed
 
 ANSWERER = "assistant"

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, cast
 
-from mesh_transformer.data import template_process
-from mesh_transformer.data.template_process import TIME_S, WALL_S
+from mesh_transformer.data.chat import template_process
+from mesh_transformer.data.chat.template_process import TIME_S, WALL_S
 from mesh_transformer.errors import UserError
 
 # the environment variables that Python needs to start; any further one may be a secret

@@ -9,8 +9,8 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
-from mesh_transformer.data.inflate import Compression, inflated, without_suffix
-from mesh_transformer.data.tar import damage_explained, tar_members
+from mesh_transformer.data.corpus.tar import damage_explained, tar_members
+from mesh_transformer.data.records.inflate import Compression, inflated, without_suffix
 from mesh_transformer.errors import BadDataError, UserError, plural
 from mesh_transformer.files import is_remote, open_binary, seen_from
 

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import tempfile
-import uuid
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +16,15 @@ from typing import Self, TypeVar
 import numpy as np
 
 from mesh_transformer import cache_folders
-from mesh_transformer.data.cleaning import make_cleaner
-from mesh_transformer.data.corpus import Piece, file_pieces
-from mesh_transformer.data.fast_encoder import LiteralEncoder
-from mesh_transformer.data.records import write_records
-from mesh_transformer.data.sequence_options import Options
-from mesh_transformer.data.text_counts import TextCounts, cached_counts, utf8_bytes
-from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
+from mesh_transformer.data.corpus.options import Options
+from mesh_transformer.data.corpus.pieces import Piece, file_pieces
+from mesh_transformer.data.records.text_counts import TextCounts, cached_counts, utf8_bytes
+from mesh_transformer.data.records.tfrecords import write_records
+from mesh_transformer.data.tokens.cleaning import make_cleaner
+from mesh_transformer.data.tokens.fast_encoder import LiteralEncoder
+from mesh_transformer.data.tokens.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, upload
+from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, scratch_file, upload
 from mesh_transformer.logs import Progress
 
 _log = logging.getLogger(__name__)
@@ -246,17 +245,6 @@ def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
             yield tokens
         carried = stream.read(n_full * length, len(stream))
     _log.debug("the last %d tokens fill no sequence and are dropped", len(carried))
-
-
-@contextlib.contextmanager
-def scratch_file(folder: str) -> Iterator[str]:
-    """A unique path in `folder`. A file that is still there at the end is deleted."""
-    path = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
-    try:
-        yield path
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path)
 
 
 def _tokenize(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:

@@ -11,8 +11,7 @@ import os
 import numpy as np
 
 from mesh_transformer import cache_folders, files
-from mesh_transformer.data.prepare import scratch_file
-from mesh_transformer.data.records import FRAME_BYTES, RecordReader
+from mesh_transformer.data.records.tfrecords import FRAME_BYTES, RecordReader
 from mesh_transformer.errors import UserError
 
 SUFFIX = ".offsets"
@@ -39,7 +38,7 @@ def find_offsets(path: str, stamp: str) -> str:
     target = os.path.join(folder, f"{stem}-{key}{SUFFIX}")
     if not os.path.isfile(target):
         os.makedirs(folder, exist_ok=True)
-        with scratch_file(folder) as scratch:
+        with files.scratch_file(folder) as scratch:
             if files.is_remote(path) and files.exists(beside):
                 with open(scratch, "wb") as file:
                     files.download(beside, 0, None, file)

@@ -9,9 +9,9 @@ from itertools import accumulate
 from typing import IO, NamedTuple
 
 from mesh_transformer import files
-from mesh_transformer.data.offsets import OFFSET_BYTES, find_offsets
-from mesh_transformer.data.records import FRAME_BYTES, MAX_RECORD_BYTES, Record, parse_record
-from mesh_transformer.data.stamps import stamp_of
+from mesh_transformer.data.records.offsets import OFFSET_BYTES, find_offsets
+from mesh_transformer.data.records.stamps import stamp_of
+from mesh_transformer.data.records.tfrecords import FRAME_BYTES, MAX_RECORD_BYTES, Record, parse_record
 
 # local record files that are open, each with its offsets
 _MOST_OPEN = 64

@@ -14,8 +14,8 @@ from typing import IO, NamedTuple, Self
 import google_crc32c
 import numpy as np
 
-from mesh_transformer.data.example import decode_example, encode_example
-from mesh_transformer.data.inflate import detect, inflated
+from mesh_transformer.data.records.example import decode_example, encode_example
+from mesh_transformer.data.records.inflate import detect, inflated
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import is_remote, open_binary
 from mesh_transformer.sequences import Example

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_transformer.data.byte_tokenizer import bytes_of_characters
+from mesh_transformer.data.tokens.byte_tokenizer import bytes_of_characters
 
 # the words of a text, by family; each pattern matches every character
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -5,10 +5,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mesh_transformer.data import byte_level
-from mesh_transformer.data.probe import probe_texts
-from mesh_transformer.data.tiktoken_encoder import TiktokenEncoder
-from mesh_transformer.data.tokenizer import HubTokenizer, Tokenizer, valid_text
+from mesh_transformer.data.tokens import byte_level
+from mesh_transformer.data.tokens.probe import probe_texts
+from mesh_transformer.data.tokens.tiktoken_encoder import TiktokenEncoder
+from mesh_transformer.data.tokens.tokenizer import HubTokenizer, Tokenizer, valid_text
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import bisect
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.data.tokenizer import UNKNOWN, Tokenizer
+from mesh_transformer.data.tokens.tokenizer import UNKNOWN, Tokenizer
 
 # how many previous tokens can change the text of a token
 CONTEXT = 16

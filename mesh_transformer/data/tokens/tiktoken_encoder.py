@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from mesh_transformer.data.byte_level import ByteLevel, Unsupported
+from mesh_transformer.data.tokens.byte_level import ByteLevel, Unsupported
 
 # earlier versions take quadratic time for a long word
 _OLDEST = (0, 14)

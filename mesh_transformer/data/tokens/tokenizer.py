@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mesh_transformer import files, hub
-from mesh_transformer.data import token_ids
-from mesh_transformer.data.byte_tokenizer import EOT_TEXT, ByteTokenizer, bytes_of_characters
+from mesh_transformer.data.tokens import token_ids
+from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT, ByteTokenizer, bytes_of_characters
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary

@@ -9,7 +9,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from mesh_transformer.data.tokenizer import EOT_TEXT
+from mesh_transformer.data.tokens.tokenizer import EOT_TEXT
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.infer.scoring.packing import Query

@@ -14,8 +14,8 @@ import jax
 from mesh_transformer import __version__, files, logs, platforms
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
-from mesh_transformer.data.cleaning import make_cleaner
-from mesh_transformer.data.tokenizer import load_tokenizer, warn_of_more_ids
+from mesh_transformer.data.tokens.cleaning import make_cleaner
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.infer.scoring.packing import TokenCounts
 from mesh_transformer.logs import log

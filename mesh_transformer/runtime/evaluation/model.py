@@ -14,8 +14,8 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint.native.manifest import describe
-from mesh_transformer.data.text_stream import TextStream
-from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.data.tokens.text_stream import TextStream
+from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import SamplingParams

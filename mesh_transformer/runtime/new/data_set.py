@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from mesh_transformer import files
 from mesh_transformer.config import strict_json
-from mesh_transformer.data.records import RecordReader
-from mesh_transformer.data.sources import find_source, is_text, record_files
+from mesh_transformer.data.records.sources import find_source, is_text, record_files
+from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import size

@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 from mesh_transformer import logs, platforms
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
-from mesh_transformer.data.text_stream import TextStream
-from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.data.tokens.text_stream import TextStream
+from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingParams, Token

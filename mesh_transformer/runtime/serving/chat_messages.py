@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator
 
-from mesh_transformer.data.messages import (
+from mesh_transformer.data.chat.messages import (
     MAX_MESSAGES,
     MAX_ROLE_CHARS,
     MAX_TOOL_CALLS,

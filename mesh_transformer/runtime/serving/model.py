@@ -11,9 +11,9 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.data.chat_template import ChatTemplate, Message, ToolsNotUsed
-from mesh_transformer.data.text_stream import TextStream, token_text
-from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.data.chat.template import ChatTemplate, Message, ToolsNotUsed
+from mesh_transformer.data.tokens.text_stream import TextStream, token_text
+from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, FinishReason, SamplingParams, Token
 from mesh_transformer.infer.scheduler import RequestOutput

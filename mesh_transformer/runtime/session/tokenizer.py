@@ -4,7 +4,7 @@ import jax
 
 from mesh_transformer.checkpoint.open import Checkpoint, CheckpointTokenizer
 from mesh_transformer.config import Config, parse_config
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer, warn_of_more_ids
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.runtime.session.weights import start_checkpoint
 
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.loader import Batches, Loader, make_train_loader, make_val_loader
+from mesh_transformer.data.batches.loader import Batches, Loader, make_train_loader, make_val_loader
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.session.session import Session

@@ -10,9 +10,9 @@ import jax
 
 from mesh_transformer import logs
 from mesh_transformer.config import Config
-from mesh_transformer.data.chat_template import ChatTemplate
-from mesh_transformer.data.text_stream import TextStream
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer, warn_of_more_ids
+from mesh_transformer.data.chat.template import ChatTemplate
+from mesh_transformer.data.tokens.text_stream import TextStream
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, byte_size, plural
 from mesh_transformer.fields import Prompt
 from mesh_transformer.infer.engine import SlotEngine

@@ -15,9 +15,9 @@ from mesh_transformer.checkpoint.origin import Origin, read_origin
 from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
-from mesh_transformer.data.classic_position import classic_position
-from mesh_transformer.data.mixture import position_at
-from mesh_transformer.data.stamps import RESTART
+from mesh_transformer.data.batches.classic_position import classic_position
+from mesh_transformer.data.batches.mixture import position_at
+from mesh_transformer.data.records.stamps import RESTART
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
 from mesh_transformer.parallel.sharding import Params

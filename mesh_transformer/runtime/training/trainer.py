@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from mesh_transformer import environment, files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config
-from mesh_transformer.data.loader import Loader
+from mesh_transformer.data.batches.loader import Loader
 from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.evaluation.command import RunEvaluation

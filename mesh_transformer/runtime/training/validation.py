@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mesh_transformer.data.loader import Batches
+from mesh_transformer.data.batches.loader import Batches
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session

@@ -23,8 +23,8 @@ from support.driving import (
 )
 from support.gate import OPEN, Gate
 
-from mesh_transformer.data.prepare import cached_records
-from mesh_transformer.data.text_counts import MANIFEST, counts_of_cached
+from mesh_transformer.data.corpus.sequences import cached_records
+from mesh_transformer.data.records.text_counts import MANIFEST, counts_of_cached
 
 pytestmark = pytest.mark.faults
 # for hangs, which are detected after this time without a sign of work; the default is 20 s

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.data.classic_position import classic_position
-from mesh_transformer.data.loader import make_train_loader
+from mesh_transformer.data.batches.classic_position import classic_position
+from mesh_transformer.data.batches.loader import make_train_loader
 from mesh_transformer.errors import UserError
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from golden import native
 
+from mesh_transformer.data.batches.loader import make_val_loader
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
@@ -40,4 +42,4 @@ def test_batches_and_positions(expected: dict[str, Any], order: str) -> None:
 
 
 def test_validation(expected: dict[str, Any]) -> None:
-    assert native.validation_steps() == expected["validation"]
+    assert native.validation_steps(make_val_loader) == expected["validation"]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from support.loading import MODES, take, train
 
-from mesh_transformer.data.loader import make_train_loader, make_val_loader
-from mesh_transformer.data.records import write_records
-from mesh_transformer.data.stream import Walk
+from mesh_transformer.data.batches.loader import make_train_loader, make_val_loader
+from mesh_transformer.data.batches.stream import Walk
+from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.errors import UserError
 
 
@@ -72,7 +72,7 @@ def test_rows_are_ascending_and_of_the_batch(dataset, rows):
 
 
 def test_a_host_decodes_only_its_rows(dataset, monkeypatch):
-    from mesh_transformer.data import records
+    from mesh_transformer.data.records import tfrecords as records
 
     decoded = []
     original = records.decode_example
@@ -251,7 +251,7 @@ def test_dropped_iterators_leave_no_threads(dataset):
 
 
 def test_text_is_tokenized_once(tmp_path, monkeypatch):
-    from mesh_transformer.data import prepare
+    from mesh_transformer.data.corpus import sequences as prepare
 
     text = "To be, or not to be. " * 20
     (tmp_path / "play.txt").write_text(text)
@@ -291,7 +291,10 @@ def test_a_position_in_another_text_is_refused(tmp_path, monkeypatch):
 def test_several_processes_may_fill_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "play.txt").write_text("All the world's a stage. " * 400)
-    code = "from mesh_transformer.data.prepare import cached_records\nprint(cached_records('play.txt', 16, 'bytes'))"
+    code = (
+        "from mesh_transformer.data.corpus.sequences import cached_records\n"
+        "print(cached_records('play.txt', 16, 'bytes'))"
+    )
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

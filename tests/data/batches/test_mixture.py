@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from mesh_transformer.config.mixture import TrainSource
-from mesh_transformer.data.mixture import Mixture, position_at
+from mesh_transformer.data.batches.mixture import Mixture, position_at
 from mesh_transformer.errors import UserError
 
 SIZES = {"code": 41, "pile": 97, "web": 30}

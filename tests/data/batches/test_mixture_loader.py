@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config.mixture import TrainSource
-from mesh_transformer.data.loader import make_train_loader
-from mesh_transformer.data.records import write_record, write_records
+from mesh_transformer.data.batches.loader import make_train_loader
+from mesh_transformer.data.records.tfrecords import write_record, write_records
 from mesh_transformer.errors import UserError
 
 # records of the files of each source
@@ -94,7 +94,7 @@ def test_it_resumes_at_every_step_on_any_number_of_processes(folder, processes):
 
 
 def test_a_process_reads_only_its_rows(folder, monkeypatch):
-    from mesh_transformer.data import record_set
+    from mesh_transformer.data.records import record_set
 
     read = []
     original = record_set.parse_record

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mesh_transformer.data.permutation import Permutation
+from mesh_transformer.data.batches.permutation import Permutation
 
 
 def order(size, seed):

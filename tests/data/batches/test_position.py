@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.loading import MODES, take, train
 
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.errors import UserError
 
 

@@ -20,10 +20,11 @@ from support.chat_templates import CHATML, TEMPLATES, chat_folder
 from support.waiting import LONG_S
 from transformers import AutoTokenizer
 
-from mesh_transformer.data import chat_template, template_process
-from mesh_transformer.data.chat_template import ChatTemplate
-from mesh_transformer.data.template_process import MEMORY_BYTES
-from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
+from mesh_transformer.data.chat import template as chat_template
+from mesh_transformer.data.chat import template_process
+from mesh_transformer.data.chat.template import ChatTemplate
+from mesh_transformer.data.chat.template_process import MEMORY_BYTES
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 
 CHAT = [
@@ -312,7 +313,7 @@ def test_the_time_is_limited_where_the_server_ignores_the_signal() -> None:
     """libtpu lets its process ignore SIGPROF, and processes that it starts would too."""
     code = (
         "import signal, sys\n"
-        "from mesh_transformer.data.chat_template import ChatTemplate\n"
+        "from mesh_transformer.data.chat.template import ChatTemplate\n"
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
         "ChatTemplate(sys.argv[1], {}).render([])"
     )

@@ -12,12 +12,12 @@ from support.chat_templates import TOOL_TEMPLATES, chat_folder
 from support.published_templates import FORGETFUL, MARKED, unmarked
 from transformers import GPT2TokenizerFast
 
-from mesh_transformer.data import instructions
-from mesh_transformer.data.byte_tokenizer import ByteTokenizer
-from mesh_transformer.data.chat_template import ChatTemplate
-from mesh_transformer.data.instructions import InstructionEncoder, LearnedTokens, example_of, learns
-from mesh_transformer.data.template_process import TEXT_CHARS
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.chat import instructions
+from mesh_transformer.data.chat.instructions import InstructionEncoder, LearnedTokens, example_of, learns
+from mesh_transformer.data.chat.template import ChatTemplate
+from mesh_transformer.data.chat.template_process import TEXT_CHARS
+from mesh_transformer.data.tokens.byte_tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 
 # a family whose parts are joined, a flag of two, combined accents, white space at the ends, and special names

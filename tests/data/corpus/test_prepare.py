@@ -17,14 +17,14 @@ from support.loading import read_records
 
 import create_finetune_tfrecords
 from mesh_transformer import logs
-from mesh_transformer.data import corpus
-from mesh_transformer.data.cleaning import detokenize_wikitext, make_cleaner
-from mesh_transformer.data.corpus import cut, input_files
-from mesh_transformer.data.prepare import Options, TokenStore, prepare, sequences
-from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
+from mesh_transformer.data.corpus import pieces as corpus
+from mesh_transformer.data.corpus.pieces import cut, input_files
+from mesh_transformer.data.corpus.sequences import Options, TokenStore, prepare, sequences
+from mesh_transformer.data.tokens.cleaning import detokenize_wikitext, make_cleaner
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 BYTES = ByteTokenizer()
 IN_ORDER = {"preserve_data_order": True}
 
@@ -271,8 +271,8 @@ def test_the_separator_is_found_across_blocks():
 # one process for each file, forked after the imports: the peak of each is its own
 PEAK = """
 import os, re, sys
-from mesh_transformer.data.prepare import Options, prepare
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.corpus.sequences import Options, prepare
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 for name in sys.argv[1:]:
     if not os.fork():
         prepare([name], "m", ".", ByteTokenizer(), Options(seq=2047))

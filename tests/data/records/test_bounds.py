@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from mesh_transformer.data import corpus, inflate
-from mesh_transformer.data.corpus import MAX_OUTSIDE_BYTES, file_pieces
-from mesh_transformer.data.inflate import inflated
+from mesh_transformer.data.corpus import pieces as corpus
+from mesh_transformer.data.corpus.pieces import MAX_OUTSIDE_BYTES, file_pieces
+from mesh_transformer.data.records import inflate
+from mesh_transformer.data.records.inflate import inflated
 from mesh_transformer.errors import UserError
 
 END = bytes(2 * tarfile.BLOCKSIZE)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mesh_transformer.cache_folders import data_sets
-from mesh_transformer.data import record_set
-from mesh_transformer.data.record_set import RecordSet
-from mesh_transformer.data.records import RecordReader, write_records
+from mesh_transformer.data.records import record_set
+from mesh_transformer.data.records.record_set import RecordSet
+from mesh_transformer.data.records.tfrecords import RecordReader, write_records
 from mesh_transformer.errors import UserError
 
 COUNTS = (3, 0, 5, 1)

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loading import read_records
 
-from mesh_transformer.data import records
-from mesh_transformer.data.example import decode_example, encode_example
-from mesh_transformer.data.inflate import detect, inflated
-from mesh_transformer.data.records import (
+from mesh_transformer.data.records import tfrecords as records
+from mesh_transformer.data.records.example import decode_example, encode_example
+from mesh_transformer.data.records.inflate import detect, inflated
+from mesh_transformer.data.records.tfrecords import (
     RecordReader,
     masked_crc32c,
     write_record,

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from mesh_transformer import files
-from mesh_transformer.data.loader import make_val_loader
-from mesh_transformer.data.prepare import cached_records
-from mesh_transformer.data.text_counts import TextCounts, counts_of_cached, counts_of_index
+from mesh_transformer.data.batches.loader import make_val_loader
+from mesh_transformer.data.corpus.sequences import cached_records
+from mesh_transformer.data.records.text_counts import TextCounts, counts_of_cached, counts_of_index
 from mesh_transformer.errors import UserError
 
 COUNTS = {"documents": 3, "tokens": 30, "bytes": 90}

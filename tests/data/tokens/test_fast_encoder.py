@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN
 
-from mesh_transformer.data import byte_level, fast_encoder, tiktoken_encoder
-from mesh_transformer.data.byte_level import Unsupported
-from mesh_transformer.data.fast_encoder import LiteralEncoder
-from mesh_transformer.data.prepare import Options, prepare
-from mesh_transformer.data.probe import probe_texts
-from mesh_transformer.data.tiktoken_encoder import TiktokenEncoder
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.corpus.sequences import Options, prepare
+from mesh_transformer.data.tokens import byte_level, fast_encoder, tiktoken_encoder
+from mesh_transformer.data.tokens.byte_level import Unsupported
+from mesh_transformer.data.tokens.fast_encoder import LiteralEncoder
+from mesh_transformer.data.tokens.probe import probe_texts
+from mesh_transformer.data.tokens.tiktoken_encoder import TiktokenEncoder
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
 FAMILIES = ("gpt2", "llama3", "qwen", "neox")
 LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")

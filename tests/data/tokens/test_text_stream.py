@@ -12,8 +12,8 @@ from golden import unpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh_transformer.data.text_stream import TextStream, token_text
-from mesh_transformer.data.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
+from mesh_transformer.data.tokens.text_stream import TextStream, token_text
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 
 TEXTS = st.text(
     st.one_of(

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.gcs_server import GcsServer
 from transformers import PreTrainedTokenizerFast
 
-from mesh_transformer.data import token_ids
-from mesh_transformer.data.prepare import Options, prepare
-from mesh_transformer.data.records import RecordReader
-from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer
+from mesh_transformer.data.corpus.sequences import Options, prepare
+from mesh_transformer.data.records.tfrecords import RecordReader
+from mesh_transformer.data.tokens import token_ids
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 
 
@@ -251,7 +251,7 @@ def test_ids_far_beyond_the_number_of_tokens_are_refused_unread(tmp_path, monkey
 
 
 def test_a_vocabulary_from_another_kind_of_file_is_checked_when_it_was_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("mesh_transformer.data.token_ids.check_files", lambda *_: None)
+    monkeypatch.setattr("mesh_transformer.data.tokens.token_ids.check_files", lambda *_: None)
     model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": FAR}, "merges": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(model=model)))
     with pytest.raises(UserError, match=rf"the token 'b' has the ID {FAR}; with 3 tokens"):
@@ -259,7 +259,7 @@ def test_a_vocabulary_from_another_kind_of_file_is_checked_when_it_was_read(tmp_
 
 
 def test_ids_up_to_four_times_the_number_of_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr("mesh_transformer.data.token_ids._ALWAYS_ALLOWED", 0)
+    monkeypatch.setattr("mesh_transformer.data.tokens.token_ids._ALWAYS_ALLOWED", 0)
     path = tmp_path / "tokenizer.json"
     for last in (12, 13):
         model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": last}, "merges": []}

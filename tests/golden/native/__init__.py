@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 from support.builders import program
 
 from mesh_transformer.config import parse_config
-from mesh_transformer.data.loader import make_val_loader
 from mesh_transformer.runtime.training.feeds import read_train_set
 
 HERE = Path(__file__).parent
@@ -107,7 +107,7 @@ def train_loader(order: str) -> Any:
     return read_train_set(config, 2, range(2), config.data.tokenizer)
 
 
-def validation_steps() -> list[list[list[int]]]:
+def validation_steps(make_val_loader: Callable[..., Any]) -> list[list[list[int]]]:
     """The tokens of each validation batch of the files in the working folder."""
     loader = make_val_loader("all.index", seq=4, batch=3, rows=range(3), repeat=False)
     return [batch.tokens.tolist() for batch in iter(loader)]

@@ -8,7 +8,7 @@ import pytest
 from support import hf_folders as hf
 from support.evaluated import gpt2_model, ours, theirs
 
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.runtime.evaluation.model import EvalModel
 
 pytest.importorskip("lm_eval")

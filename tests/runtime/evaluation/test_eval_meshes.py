@@ -13,7 +13,7 @@ from support.covering import covering
 from support.evaluated import harness_requests, ours
 from support.together import outputs_of
 
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
 MESHES = {
@@ -78,7 +78,7 @@ jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, process)
 import test_eval_meshes as tests
 from support import hf_folders as hf
 from support.evaluated import session_of
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.model import AnswerCache, EvalModel
 

@@ -7,7 +7,7 @@ from support import hf_folders as hf
 from support.builders import program
 from support.evaluated import SEQ, gpt2_model, harness_requests, ours, theirs
 
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.tasks import Tasks
@@ -179,7 +179,7 @@ def test_left_truncation_keeps_one_token_more_than_the_context(our_model):
 
 
 def test_ftfy_cleans_what_is_scored(our_model):
-    from mesh_transformer.data.cleaning import make_cleaner
+    from mesh_transformer.data.tokens.cleaning import make_cleaner
 
     broken = harness_requests(
         ("He said \u201cit doesn\u00e2\u20ac\u2122t", " \ufb01t\u201d")

@@ -13,7 +13,7 @@ from support.commands import REPO
 
 from mesh_transformer.commands import new
 from mesh_transformer.config import Config, load_config
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import estimate

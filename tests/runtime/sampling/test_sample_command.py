@@ -12,7 +12,7 @@ from support.fake_engine import FakeEngine, alone
 
 import device_sample
 from mesh_transformer import logs, platforms
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.sampling import sampler

@@ -13,7 +13,7 @@ from support.fake_engine import Completion, alone
 from support.served import NAME, Served, refusal, serve
 from transformers import AutoTokenizer
 
-from mesh_transformer.data.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serving.chat_protocol import CHAT_REFUSED, ChatLogprobs, ChatResponse
 from mesh_transformer.runtime.serving.protocol import Usage

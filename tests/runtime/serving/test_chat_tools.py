@@ -12,7 +12,7 @@ from support.chat_templates import CHATML, TOOL_TEMPLATES, chat_folder
 from support.served import Served, refusal, serve
 from transformers import AutoTokenizer
 
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.runtime.serving.protocol import REFUSED
 
 PATH, VOCAB, CONTEXT = "/v1/chat/completions", 259, 2048

@@ -4,7 +4,7 @@ import pytest
 from support.fake_engine import alone
 from support.served import expected, refusal, serve, text_of
 
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.serving.model import ServedModel
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.fake_engine import alone
 from support.served import NAME, expected, serve, text_of
 
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serving.protocol import CompletionResponse
 

@@ -11,7 +11,7 @@ from support.served import KEY, expected, refusal, serve, text_of
 from support.waiting import LONG_S, until
 from support.wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
-from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.serving import access, start
 
 SOON = 0.3

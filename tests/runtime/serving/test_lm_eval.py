@@ -7,7 +7,7 @@ import pytest
 from support.fake_engine import alone
 from support.served import NAME, serve
 
-from mesh_transformer.data.tokenizer import EOT_TEXT, load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import EOT_TEXT, load_tokenizer
 from mesh_transformer.infer.requests import SamplingParams
 
 lm_eval = pytest.importorskip("lm_eval")

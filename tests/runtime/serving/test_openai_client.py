@@ -6,7 +6,7 @@ from support.chat_templates import chat_folder
 from support.fake_engine import alone
 from support.served import KEY, NAME, expected, serve, text_of
 
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.infer.requests import SamplingParams
 
 

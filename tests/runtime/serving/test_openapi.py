@@ -7,7 +7,7 @@ import pytest
 from support.chat_templates import chat_folder
 from support.served import serve
 
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 
 pytest.importorskip("schemathesis")
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

@@ -11,7 +11,7 @@ from support.chat_templates import CHATML, chat_folder
 from support.served import KEY, serve
 from support.waiting import until
 
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import Token
 
 playwright = pytest.importorskip("playwright.sync_api")

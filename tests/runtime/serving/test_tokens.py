@@ -11,7 +11,7 @@ from support.chat_templates import chat_folder
 from support.served import Served, refusal, serve
 from transformers import AutoTokenizer
 
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.runtime.serving.chat_protocol import DetokenizeResponse, TokenizeResponse
 
 TEXT = "Hé <|im_end|> 日本\n"

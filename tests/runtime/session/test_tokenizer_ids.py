@@ -10,8 +10,8 @@ from support.builders import TINY
 
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import parse_config
-from mesh_transformer.data import tokenizer as tokenizers
-from mesh_transformer.data.loader import make_train_loader, make_val_loader
+from mesh_transformer.data.batches.loader import make_train_loader, make_val_loader
+from mesh_transformer.data.tokens import tokenizer as tokenizers
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import convert
 from mesh_transformer.runtime.evaluation import command

@@ -8,7 +8,7 @@ from support import permuted
 from support.commands import metrics, write_run
 
 from mesh_transformer.config import load_config
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training.start import TuningSource
 from mesh_transformer.runtime.training.trainer import train

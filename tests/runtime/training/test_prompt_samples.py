@@ -19,8 +19,8 @@ from support.events import read_events
 from support.together import outputs_of
 
 from mesh_transformer.config import load_config, parse_config
-from mesh_transformer.data.byte_tokenizer import ByteTokenizer
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokens.byte_tokenizer import ByteTokenizer
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Progress
 from mesh_transformer.runtime.sampling.sampler import SampleRequest, sample_prompts

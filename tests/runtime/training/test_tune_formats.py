@@ -12,7 +12,7 @@ from support.gcs_server import GcsServer
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.config import load_config
-from mesh_transformer.data.records import write_records
+from mesh_transformer.data.records.tfrecords import write_records
 
 # float32 sums in another order than in the original program; the same tolerance as for the trajectory in tests/train
 LOSS_RTOL = 1e-4

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.data.text_counts import TextCounts
+from mesh_transformer.data.records.text_counts import TextCounts
 from mesh_transformer.runtime.training import validation
 from mesh_transformer.runtime.training.validation import Validation
 

@@ -2,9 +2,9 @@
 
 import posixpath
 
-from mesh_transformer.data.inflate import SUFFIXES, without_suffix
-from mesh_transformer.dataset.formats import csv_rows, lines, parquet, tar, text
-from mesh_transformer.dataset.formats.base import Format
+from mesh_transformer.data.corpus.formats import csv_rows, lines, parquet, tar, text
+from mesh_transformer.data.corpus.formats.base import Format
+from mesh_transformer.data.records.inflate import SUFFIXES, without_suffix
 
 FORMATS: dict[str, Format] = {
     "lines": lines.FORMAT,

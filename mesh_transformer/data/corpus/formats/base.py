@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
-from mesh_transformer.data.corpus import Piece
-from mesh_transformer.data.instructions import example_of, fields_of, forms
+from mesh_transformer.data.chat.instructions import example_of, fields_of, forms
+from mesh_transformer.data.corpus.pieces import Piece
 from mesh_transformer.errors import BadDataError, UserError, listed
 
 
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     Args:
         place: the file, and the byte, line or row in it.
-        example: its fields (`data/instructions.py`).
+        example: its fields (`data/chat/instructions.py`).
     """
 
     place: str

@@ -4,8 +4,8 @@ import csv
 from collections.abc import Iterator
 from typing import IO
 
-from mesh_transformer.data.corpus import cut
-from mesh_transformer.dataset.formats.base import Bad, Column, Format, Item, Row, check_columns
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Format, Item, Row, check_columns
+from mesh_transformer.data.corpus.pieces import cut
 from mesh_transformer.errors import BadDataError
 
 # of a row; csv holds four bytes for each character of a field

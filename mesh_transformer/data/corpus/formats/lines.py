@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import IO
 
-from mesh_transformer.data import corpus
-from mesh_transformer.data.corpus import Piece, cut, json_text, json_value
-from mesh_transformer.dataset.formats.base import Bad, Column, Cut, Format, Item, Range, Row
-from mesh_transformer.dataset.storage import open_range
+from mesh_transformer.data.corpus import pieces as corpus
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Cut, Format, Item, Range, Row
+from mesh_transformer.data.corpus.pieces import Piece, cut, json_text, json_value
+from mesh_transformer.data.corpus.storage import open_range
 from mesh_transformer.errors import BadDataError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

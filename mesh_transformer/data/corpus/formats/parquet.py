@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from mesh_transformer import files, hub
-from mesh_transformer.data.corpus import PIECE_CHARS, Piece, cut, text_blocks
-from mesh_transformer.dataset.formats.base import Bad, Column, Cut, Format, Item, Range, Row, check_columns
-from mesh_transformer.dataset.storage import RangeFile, open_file
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Cut, Format, Item, Range, Row, check_columns
+from mesh_transformer.data.corpus.pieces import PIECE_CHARS, Piece, cut, text_blocks
+from mesh_transformer.data.corpus.storage import RangeFile, open_file
 from mesh_transformer.errors import BadDataError, UserError, byte_size, listed
 
 _log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ import tarfile
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from mesh_transformer.data.inflate import inflated, without_suffix
-from mesh_transformer.data.tar import damage_explained, tar_entries
-from mesh_transformer.dataset.formats.base import Bad, Column, Format, Item
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Format, Item
+from mesh_transformer.data.corpus.tar import damage_explained, tar_entries
+from mesh_transformer.data.records.inflate import inflated, without_suffix
 from mesh_transformer.errors import BadDataError, listed
 
 Stream = Callable[[IO[bytes], str, Column], Iterator[Item]]

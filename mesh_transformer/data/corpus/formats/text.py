@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import IO
 
-from mesh_transformer.data.corpus import cut, text_blocks
-from mesh_transformer.dataset.formats.base import Column, Format, Item
+from mesh_transformer.data.corpus.formats.base import Column, Format, Item
+from mesh_transformer.data.corpus.pieces import cut, text_blocks
 from mesh_transformer.errors import BadDataError
 
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import as_csv, as_lines, as_parquet, as_tar, parts_of, read
 
-from mesh_transformer.data.corpus import PIECE_CHARS
-from mesh_transformer.dataset.formats import FORMATS, allowed, format_of, parquet
+from mesh_transformer.data.corpus.formats import FORMATS, allowed, format_of, parquet
+from mesh_transformer.data.corpus.pieces import PIECE_CHARS
 from mesh_transformer.dataset.parts import Bad, pieces
 from mesh_transformer.errors import UserError
 
