@@ -218,6 +218,13 @@ MUTANTS = [
         "np.full(count, len(lengths), np.int32)",
         ("tests/dataset/test_packed_data_set.py",),
     ),
+    # a checkpoint is looked for at each question
+    Mutant(
+        "checkpoint/open.py",
+        "@functools.cached_property\n    def _stored",
+        "@property\n    def _stored",
+        ("tests/checkpoint/test_open.py",),
+    ),
     # a tied table wins over a head that the folder has
     Mutant(
         "checkpoint/hf/source.py",

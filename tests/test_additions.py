@@ -1,11 +1,12 @@
-"""A family, a mechanism, an optimizer and a model of unlike layers are one file and one line each.
+"""A family, a mechanism, an optimizer, a model of unlike layers and a format are one file and one line each.
 
-Each test uses four additions, whose files are in support/added:
+The tests use five additions, whose files are in support/added:
 
 - added_family: norms after the branches only, and what a branch adds is scaled;
 - added_mechanism: attention whose mixed values are multiplied by a gate;
 - added_optimizer: gradient descent with momentum;
-- added_period: layers of two kinds in turn, one of them with the added mechanism and three parallel parts.
+- added_period: layers of two kinds in turn, one of them with the added mechanism and three parallel parts;
+- added_format: a folder with arrays, as a format of checkpoints.
 
 The files are copied into a temporary folder, and imported; the lines are entries of the tables. What trains, is stored
 and is served is compared with a function of the parameters that is written here.
@@ -13,6 +14,7 @@ and is served is compared with a function of the parameters that is written here
 
 import functools
 import importlib
+import json
 import math
 import shutil
 import sys
@@ -30,6 +32,7 @@ from support.covering import covering
 from support.engines import complete, engine_of
 
 from mesh_transformer.accelerators import ACCELERATORS, Accelerator
+from mesh_transformer.checkpoint import open as opening
 from mesh_transformer.checkpoint.hf.config import read_model
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import config_json, write_hf
@@ -46,11 +49,12 @@ from mesh_transformer.families import FAMILIES
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.models.block import MODULES
 from mesh_transformer.optimizers import OPTIMIZERS
+from mesh_transformer.runtime.convert import to_hf
 from mesh_transformer.spec.flops import flops_per_token
 from mesh_transformer.train.step import TrainProgram
 
 # the files of support/added say what each addition is
-FILES = ("added_family", "added_mechanism", "added_optimizer", "added_period")
+FILES = ("added_family", "added_mechanism", "added_optimizer", "added_period", "added_format")
 SIZES = {"d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32, "n_vocab": 32, "vocab_multiple": 32, "seq": 8}
 # the scale is not the default: an export has to hold it
 MODELS: dict[str, dict[str, Any]] = {
@@ -77,11 +81,12 @@ def _added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         shutil.copy(Path(__file__).parent / "support" / "added" / f"{name}.py", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        family, mechanism, optimizer, period = (importlib.import_module(name) for name in FILES)
+        family, mechanism, optimizer, period, format = (importlib.import_module(name) for name in FILES)
         patch.setitem(FAMILIES, "added", family.AddedConfig)
         patch.setitem(FAMILIES, "period", period.PeriodConfig)
         patch.setitem(MODULES, mechanism.GatedAttention, mechanism.GatedSelfAttention)
         patch.setitem(OPTIMIZERS, "momentum", optimizer.Config)
+        patch.setattr(opening, "FORMATS", (*opening.FORMATS, format.ArraysFolder))
         # the validator and the names of fields were made from the tables as they were at import
         for group, made in VARIANTS.items():
             merged = Variants(made.tag, made.classes).merged
@@ -258,6 +263,20 @@ def test_the_family_is_exported_and_read_back(tmp_path: Path) -> None:
         found = source.read(name, (slice(None),) * value.ndim)
         np.testing.assert_array_equal(found, value, err_msg=name)
     assert len(source.tensors) == len(stored)
+
+
+def test_a_checkpoint_of_the_format_is_converted(tmp_path: Path) -> None:
+    model = run_of("added", "dp x tp").config.model
+    stored = {f"params/{path}": value for path, value in flatten(initial("added")).items()}
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    np.savez(folder / "arrays.npz", **stored)
+    (folder / "model.json").write_text(json.dumps(model.model_dump(mode="json")))
+    to_hf(None, [], str(folder), str(tmp_path / "hf"), dtype="fp32")
+    source = HFSource(str(tmp_path / "hf"), model)
+    assert source.tensors.keys() == stored.keys()
+    for name, value in stored.items():
+        np.testing.assert_array_equal(source.read(name, (slice(None),) * value.ndim), value, err_msg=name)
 
 
 def device_bytes(leaves: Any, shardings: Any) -> int:

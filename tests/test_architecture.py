@@ -516,10 +516,22 @@ def test_import_is_light(module: str, banned: list[str]) -> None:
 
 
 def test_a_server_loads_no_estimate_and_no_training() -> None:
-    """What `device_serve.py` imports before it starts, in a new process. tests/test_budgets.py counts the modules."""
+    """What `device_serve.py` imports before it starts, in a new process. tests/test_budgets.py counts the modules.
+
+    Readers of classic and Hugging Face checkpoints are imported when one is opened."""
     code = f"import sys, {PACKAGE}.runtime.serving.start; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name.split(".") for name in result.stdout.split()]
     parts = {name[1] for name in names if name[0] == PACKAGE and len(name) > 1}
     assert {"models", "infer", "families"} <= parts
     assert not parts & {"estimate", "train", "cloud", "cluster"}
+    readers = {".".join(name[2:]) for name in names if name[:2] == [PACKAGE, "checkpoint"]}
+    assert {"native.source", "hf.format", "classic.format"} <= readers
+    assert not readers & {
+        "archive",
+        "classic.npz",
+        "classic.source",
+        "hf.source",
+        "hf.safetensors_file",
+        "hf.torch_file",
+    }

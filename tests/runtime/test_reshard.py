@@ -47,6 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"shards_out": 1, "format": "native"}, [], "a native checkpoint has no shards"),
         ({"format": "native", "output": "new/step_7"}, [], "give the root, new; step_7 is created in it"),
         ({"format": "native", "checkpoint": "native"}, [], "native/step_7 is already native"),
+        ({"format": "Hugging Face"}, [], "format Hugging Face: a step is written as native or classic"),
         ({"output": "new/step_8"}, [], "this is step 7, give a path that ends in step_7"),
         ({"output": "native/step_7/"}, [], "exists already"),
         ({"output": "native", "format": "native"}, [], "native/step_7 exists already"),

@@ -16,13 +16,13 @@ from grain.experimental import ThreadPrefetchIterDataset
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.data.batches.batching import Batching, Packing
 from mesh_transformer.data.batches.mixture import Mixture
+from mesh_transformer.data.batches.step_readers import MixtureReader, StepReader, StreamReader
 from mesh_transformer.data.batches.stream import Ordered, Shuffled
 from mesh_transformer.data.corpus.sequences import cached_records
 from mesh_transformer.data.records.record_set import RecordSet
 from mesh_transformer.data.records.sources import find_source, is_text, record_files
 from mesh_transformer.data.records.text_counts import TextCounts, counts_of_cached, counts_of_index
 from mesh_transformer.data.records.tfrecords import RecordReader
-from mesh_transformer.data.batches.step_readers import MixtureReader, StepReader, StreamReader
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.sequences import Sequences
 
