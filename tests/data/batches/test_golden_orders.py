@@ -37,7 +37,8 @@ def test_batches_and_positions(expected: dict[str, Any], order: str) -> None:
     for step, position in enumerate(positions[:-1]):
         resumed = native.train_loader(order)
         resumed.set_state(position)
-        assert [one.tokens.tolist() for one in itertools.islice(resumed, 2)] == batches[step : step + 2]
+        following = batches[step : step + 2]
+        assert [batch.tokens.tolist() for batch in itertools.islice(resumed, len(following))] == following
         resumed.close()
 
 
