@@ -41,10 +41,10 @@ class RandomSource:
     where, extra = "random", dict[str, object]()
 
     def __init__(self, model: Any):
-        from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, parameter_shapes
+        from mesh_transformer.checkpoint.tensors import TensorInfo, UpdateCounts, parameter_shapes
 
         kind = np.dtype(ml_dtypes.bfloat16)
-        self.counts = Counts(STEP)
+        self.counts = UpdateCounts(STEP)
         self.tensors = {f"params/{name}": TensorInfo(shape, kind) for name, shape in parameter_shapes(model).items()}
         self.block = (np.random.default_rng(0).standard_normal(BLOCK, np.float32) / 64).astype(kind)
 

@@ -113,7 +113,7 @@ def _ways(inputs: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     import jax.numpy as jnp
 
     from mesh_transformer.ops.experts import Dispatch, Routing, apply
-    from mesh_transformer.ops.experts.layer import Weights
+    from mesh_transformer.ops.experts.layer import ExpertWeights
     from mesh_transformer.ops.experts.rows import Queues, Rows, combine, spread
 
     numbers = inputs["numbers"]
@@ -128,7 +128,7 @@ def _ways(inputs: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         def products(x: Any, ws: Any, _: Any) -> Any:
             return tuple(jax.lax.ragged_dot(x, w, queues.sizes_E) for w in ws)
 
-        y = Weights(*matrices).apply(spread(x[0], rows), products, jax.nn.silu)
+        y = ExpertWeights(*matrices).apply(spread(x[0], rows), products, jax.nn.silu)
         return combine(y, scores[0].T, rows)[None]
 
     def dense(x: Any, scores: Any, *matrices: Any) -> Any:

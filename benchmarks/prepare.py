@@ -94,13 +94,13 @@ def prepared(arguments: argparse.Namespace) -> dict[str, Any]:
     """prepare_dataset.py with so many workers, in a child process."""
     _hide_tiktoken(arguments.without)
     from mesh_transformer.dataset.job import prepare
-    from mesh_transformer.dataset.options import Options
+    from mesh_transformer.dataset.options import PrepareOptions
     from mesh_transformer.dataset.tasks import runner
 
     output = os.path.join(os.path.dirname(arguments.text), "output")
     shutil.rmtree(output, ignore_errors=True)
     with runner(None, arguments.workers) as tasks, _Measured() as measured:
-        made = prepare([arguments.text], arguments.tokenizer, output, Options(val=0, part_mb=_PART_MB), tasks)
+        made = prepare([arguments.text], arguments.tokenizer, output, PrepareOptions(val=0, part_mb=_PART_MB), tasks)
         measured.tokens = made["train"]["tokens"]
     hashed = hashlib.sha256()
     for file in sorted(Path(output).glob("*.tfrecords")):

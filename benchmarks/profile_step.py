@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import OwnStep, config_of, parser, report, say
 
-from mesh_transformer.estimate.hlo import Array, Instruction, computations
+from mesh_transformer.estimate.hlo import HloArray, Instruction, computations
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
@@ -99,7 +99,7 @@ def read_program(text: str) -> dict[str, Operation]:
 
 
 def _operation(
-    one: Instruction, bodies: dict[str, list[Instruction]], arrays: dict[str, tuple[Array, ...]]
+    one: Instruction, bodies: dict[str, list[Instruction]], arrays: dict[str, tuple[HloArray, ...]]
 ) -> Operation:
     inner = [one]
     if one.opcode == "fusion" and (called := re.search(r"calls=%([\w.\-]+)", one.rest)):
@@ -128,7 +128,7 @@ def _part(path: str) -> str:
     return PARTS[3]
 
 
-def _dot_flops(dot: Instruction, arrays: dict[str, tuple[Array, ...]]) -> int:
+def _dot_flops(dot: Instruction, arrays: dict[str, tuple[HloArray, ...]]) -> int:
     left = re.match(r"%([\w.\-]+)", dot.rest)
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
     if left is None or contracted is None or left[1] not in arrays:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from examples import common
 from mesh_transformer.models import (
+    Attention,
     AttentionSpec,
     Context,
     Embedding,
@@ -23,12 +24,11 @@ from mesh_transformer.models import (
     Linear,
     Norm,
     NormSpec,
-    SelfAttention,
     columns,
 )
 from mesh_transformer.ops import attention, row
 from mesh_transformer.parallel import Partition, constrain, dimension_rules
-from mesh_transformer.train import Optimizer, Parts, gradients
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients
 
 STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY = 10, 2, 8, 32, 32
 WIDTH, HEADS, HIDDEN, LAYERS = 64, 4, 128, 2
@@ -44,7 +44,7 @@ def embedding(batch: dict[str, jax.Array]) -> jax.Array:
 def block(x: jax.Array) -> jax.Array:
     """Attention, then a feed-forward network: (B, T, D) -> (B, T, D)."""
     heads = AttentionSpec(heads=HEADS, kv_heads=HEADS, head_dim=WIDTH // HEADS, positions=None)
-    mix = SelfAttention(heads, WIDTH, 0.02, name="attention")
+    mix = Attention(heads, WIDTH, 0.02, name="attention")
     queries, keys, values = columns(norm(x, "norm"), mix.inputs)
     x = x + row([mix(queries, keys, values, Context(attention(), positions=None))], [mix.out.w])
     up = Linear(WIDTH, HIDDEN, ("embed", "mlp"), name="up")
@@ -85,7 +85,7 @@ def train(partition: Partition) -> common.Run:
     """The training step is that of one device."""
     batches = data(partition)
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jax.tree.map(lambda x: x[0, 0], batches))
-    parts = Parts(model.embed, model.layer, model.loss, model.axes)
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes)
     optimizer = Optimizer.named("adam", model.axes, **common.ADAM)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from examples import common
 from mesh_transformer.models import HaikuModel
 from mesh_transformer.parallel import Partition, constrain, constrain_tree, dimension_rules, with_axes
-from mesh_transformer.train import Optimizer, Parts, gradients
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients
 
 STEPS, MICROBATCHES, ROWS, FEATURES = 10, 2, 64, 24
 WIDTH, LAYERS = 64, 3
@@ -65,7 +65,7 @@ def train(partition: Partition) -> common.Run:
     batches = data()
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jax.tree.map(lambda x: x[0, 0], batches))
     names = ("batch", "act_embed")
-    parts = Parts(model.embed, model.layer, model.loss, model.axes, sums=partition.zero1, stream_axes=names)
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes, sums=partition.zero1, stream_axes=names)
     optimizer = Optimizer.named("adam", model.axes, **common.ADAM)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:

@@ -21,7 +21,7 @@ from examples import common
 from mesh_transformer.models import Embedding, HaikuModel, Linear, Norm, NormSpec, RouterSpec
 from mesh_transformer.ops import Dispatch, apply_experts, route, router_statistics
 from mesh_transformer.parallel import Partition, constrain, dimension_rules, with_axes
-from mesh_transformer.train import Optimizer, Parts, gradients
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients
 
 STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY = 10, 1, 8, 16, 64
 WIDTH, HIDDEN, LAYERS, EXPERTS = 64, 128, 4, 8
@@ -74,7 +74,7 @@ def train(partition: Partition) -> common.Run:
     """The training step equals the step on one device."""
     tokens = common.sequences(STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY)
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jnp.zeros(tokens.shape[2:], jnp.int32))
-    parts = Parts(model.embed, model.layer, model.loss, model.axes, layer_loss=balance)
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes, layer_loss=balance)
     optimizer = Optimizer.named("adam", model.axes, **common.ADAM)
 
     def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from examples import common
 from mesh_transformer.models import Embedding, HaikuModel, Linear, Norm, NormSpec
 from mesh_transformer.parallel import Partition, constrain, dimension_rules
-from mesh_transformer.train import Optimizer, Parts, gradients
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients
 
 STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY = 10, 2, 8, 16, 64
 WIDTH, HIDDEN, LAYERS = 64, 128, 4
@@ -55,7 +55,7 @@ def train(partition: Partition) -> common.Run:
     tokens = common.sequences(STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY)
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jnp.zeros(tokens.shape[2:], jnp.int32))
     # `kept`: the backward pass computes each layer again, and gathers its weights again
-    parts = Parts(model.embed, model.layer, model.loss, model.axes, kept=())
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes, kept=())
     optimizer = Optimizer.named("adam", model.axes, **common.ADAM)
 
     def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from examples import common
 from mesh_transformer.models import HaikuModel
 from mesh_transformer.parallel import Partition, constrain, dimension_rules, with_axes
-from mesh_transformer.train import Optimizer, Parts, gradients
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients
 
 STEPS, MICROBATCHES, ROWS, PIXELS, CLASSES = 10, 8, 16, 8 * 8, 8
 WIDTH, HIDDEN, LAYERS = 32, 64, 8
@@ -74,7 +74,7 @@ def train(partition: Partition) -> common.Run:
     batches = data()
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jax.tree.map(lambda x: x[0, 0], batches))
     names = ("batch", "act_embed")
-    parts = Parts(model.embed, model.layer, model.loss, model.axes, stream_axes=names, shared_out="batch")
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes, stream_axes=names, shared_out="batch")
     optimizer = Optimizer.named("adam", model.axes, **common.ADAM)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:

@@ -18,7 +18,7 @@ from examples import common
 from mesh_transformer.models import Embedding, HaikuModel, Linear, Norm, NormSpec
 from mesh_transformer.ops import column, row
 from mesh_transformer.parallel import Partition, constrain, dimension_rules
-from mesh_transformer.train import Optimizer, Parts, gradients
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients
 
 STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY = 10, 1, 8, 16, 64
 WIDTH, HIDDEN, LAYERS = 64, 256, 4
@@ -58,7 +58,7 @@ def train(partition: Partition) -> common.Run:
     """The training step is that of one device."""
     tokens = common.sequences(STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY)
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jnp.zeros(tokens.shape[2:], jnp.int32))
-    parts = Parts(model.embed, model.layer, model.loss, model.axes)
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes)
     optimizer = Optimizer.named("adam", model.axes, **common.ADAM)
 
     def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from examples import common
 from mesh_transformer.models import (
+    Attention,
     AttentionSpec,
     Context,
     Embedding,
@@ -28,12 +29,11 @@ from mesh_transformer.models import (
     Norm,
     NormSpec,
     OutputBias,
-    SelfAttention,
     columns,
 )
 from mesh_transformer.ops import attention, row
 from mesh_transformer.parallel import Partition, constrain, dimension_rules
-from mesh_transformer.train import Optimizer, Parts, gradients, jit, loss
+from mesh_transformer.train import ModelFunctions, Optimizer, gradients, jit, loss
 
 STEPS, COMPARED, MICROBATCHES, ROWS, HELD_OUT = 100, 10, 1, 64, 512
 SIDE, PATCH, CLASSES = 16, 4, 10
@@ -56,7 +56,7 @@ def embedding(batch: dict[str, jax.Array]) -> jax.Array:
 def block(x: jax.Array) -> jax.Array:
     """Attention of all patches to all patches, then a feed-forward network: (B, T, D) -> (B, T, D)."""
     heads = AttentionSpec(heads=HEADS, kv_heads=HEADS, head_dim=WIDTH // HEADS, positions=None)
-    mix = SelfAttention(heads, WIDTH, 0.02, name="attention")
+    mix = Attention(heads, WIDTH, 0.02, name="attention")
     queries, keys, values = columns(norm(x, "norm"), mix.inputs)
     mixed = mix(queries, keys, values, Context(attention(causal=False), positions=None))
     x = x + OutputBias("o_bias")(row([mixed], [mix.out.w]))
@@ -91,7 +91,7 @@ def train(partition: Partition) -> common.Run:
     batches = jax.tree.map(lambda *x: np.stack(x).reshape(STEPS, MICROBATCHES, ROWS, *x[0].shape[1:]), *steps)
     held_out = common.digits(HELD_OUT, SIDE, random)
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jax.tree.map(lambda x: x[0, 0], batches))
-    parts = Parts(model.embed, model.layer, model.loss, model.axes, shared_out="batch")
+    parts = ModelFunctions(model.embed, model.layer, model.loss, model.axes, shared_out="batch")
     optimizer = Optimizer.named("adam", model.axes, **ADAM)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:

@@ -152,7 +152,7 @@ class Size(NamedTuple):
         return -(-self.value // self.multiple) * self.multiple
 
 
-class Group(BaseModel):
+class ConfigGroup(BaseModel):
     """A frozen group of fields that refuses unknown names. Null means absent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -170,7 +170,7 @@ class Group(BaseModel):
         return values
 
 
-def marks(group: type[Group], kind: type[_Mark]) -> dict[str, _Mark]:
+def marks(group: type[ConfigGroup], kind: type[_Mark]) -> dict[str, _Mark]:
     """The fields that are annotated with a mark of type `kind`, with their marks."""
     annotations = ((name, mark) for name, field in group.model_fields.items() for mark in field.metadata)
     return {name: mark for name, mark in annotations if isinstance(mark, kind)}

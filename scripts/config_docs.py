@@ -14,7 +14,7 @@ from mesh_transformer.config import classic, describe, parse_config
 from mesh_transformer.config.mesh import DIMENSIONS, SWITCHES, MeshConfig, training_rules
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
-from mesh_transformer.fields import SHARED, Group
+from mesh_transformer.fields import SHARED, ConfigGroup
 
 COLUMNS = 120
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
@@ -114,16 +114,16 @@ def _filled(text: str, indent: str = "") -> str:
     return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _first_line(group: type[Group]) -> str:
+def _first_line(group: type[ConfigGroup]) -> str:
     return (group.__doc__ or "").partition("\n\n")[0]
 
 
-def _rows(name: str, group: type[Group], fields: Iterable[str]) -> str:
+def _rows(name: str, group: type[ConfigGroup], fields: Iterable[str]) -> str:
     header = "| field | allowed | unit | default | meaning | classic key |\n|---|---|---|---|---|---|\n"
     return header + "".join(_row(name, group, field) for field in fields)
 
 
-def _row(name: str, group: type[Group], field: str) -> str:
+def _row(name: str, group: type[ConfigGroup], field: str) -> str:
     cells = (
         f"`{name}.{field}`",
         describe.allowed(group, field),
@@ -135,7 +135,7 @@ def _row(name: str, group: type[Group], field: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def _meaning(group: type[Group], field: str) -> str:
+def _meaning(group: type[ConfigGroup], field: str) -> str:
     """The docstring below a field, on one line."""
     return next(texts[field] for base in group.__mro__ if field in (texts := _docstrings(base)))
 
@@ -153,7 +153,7 @@ def _docstrings(group: type) -> dict[str, str]:
     }
 
 
-def _default(group: type[Group], field: str) -> str:
+def _default(group: type[ConfigGroup], field: str) -> str:
     if rule := describe.derived(group, field):
         return f"`{rule}`"
     default = group.model_fields[field].get_default(call_default_factory=True)

@@ -38,7 +38,7 @@ from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import config_json, write_hf
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.checkpoint.tensors import UpdateCounts
 from mesh_transformer.config import Config, names, parse_config
 from mesh_transformer.config.schema import GROUPS, VARIANTS
 from mesh_transformer.config.variants import Variants
@@ -256,7 +256,7 @@ def test_an_engine_serves_the_most_likely_tokens(family: str) -> None:
 def test_the_family_is_exported_and_read_back(tmp_path: Path) -> None:
     model = run_of("added", "dp x tp").config.model
     stored = {f"params/{path}": value for path, value in flatten(initial("added")).items()}
-    write_hf(ArraySource(stored, Counts(0)), model, str(tmp_path / "hf"))
+    write_hf(ArraySource(stored, UpdateCounts(0)), model, str(tmp_path / "hf"))
     assert read_model(str(tmp_path / "hf")).architecture() == model.architecture()
     source = HFSource(str(tmp_path / "hf"), model)
     for name, value in stored.items():

@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
     dtype: np.dtype
 
 
-class Counts(NamedTuple):
+class UpdateCounts(NamedTuple):
     """Number of updates of the run, the optimizer and the schedule. The last two are None without optimizer state."""
 
     step: int
@@ -61,7 +61,7 @@ class TensorSource(Protocol):
         """Every tensor by name, with the optimizer's slots if the checkpoint has them."""
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> UpdateCounts:
         """Step and optimizer counts."""
 
     @property

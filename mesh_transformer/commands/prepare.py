@@ -16,7 +16,7 @@ from mesh_transformer.runtime import cli
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    from mesh_transformer.dataset.options import Options
+    from mesh_transformer.dataset.options import PrepareOptions
 
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="what to do with an example that does not fit a record: cut its end, or drop it (default: %(default)s)",
     )
     add("--shard-tokens", type=int, metavar="N", help="most tokens of a record file (default: %(default)s)")
-    parser.set_defaults(**{name: getattr(Options, name) for name in Options.__dataclass_fields__})
+    parser.set_defaults(**{name: getattr(PrepareOptions, name) for name in PrepareOptions.__dataclass_fields__})
     return parser.parse_args(arguments)
 
 
@@ -72,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     from mesh_transformer import logs
     from mesh_transformer.dataset.job import prepare
-    from mesh_transformer.dataset.options import Options
+    from mesh_transformer.dataset.options import PrepareOptions
     from mesh_transformer.dataset.tasks import runner
     from mesh_transformer.errors import UserError, plural
 
     logs.set_up()
-    options = cli.fields(Options, given)
+    options = cli.fields(PrepareOptions, given)
     workers = given.workers if given.workers is not None else os.cpu_count() or 1
     if workers < 1:
         raise UserError(f"--workers {workers}: must be 1 or more")

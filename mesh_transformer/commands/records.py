@@ -13,7 +13,7 @@ from mesh_transformer.runtime import cli
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    from mesh_transformer.data.corpus.options import Options
+    from mesh_transformer.data.corpus.options import SequenceOptions
 
     parser = cli.Parser(description=__doc__)
     add = parser.add_argument
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, help="seed of the shuffling (default: %(default)s)")
     add("--preserve-data-order", action="store_true", help="do not shuffle documents and sequences")
     add("--verbose", action="store_true", help="log more messages to standard error")
-    parser.set_defaults(**{field.name: field.default for field in fields(Options)})
+    parser.set_defaults(**{field.name: field.default for field in fields(SequenceOptions)})
     return parser.parse_args(arguments)
 
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and write the records."""
     args = vars(parse(arguments))
     from mesh_transformer import logs
-    from mesh_transformer.data.corpus.options import Options
+    from mesh_transformer.data.corpus.options import SequenceOptions
     from mesh_transformer.data.corpus.pieces import input_files
     from mesh_transformer.data.corpus.sequences import prepare
     from mesh_transformer.data.tokens.tokenizer import load_tokenizer
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # report a missing input before downloading a tokenizer
     files = input_files(source)
     logs.log.info("reading %s", source)
-    written = prepare(files, name, folder, load_tokenizer(spec), Options(**args))
+    written = prepare(files, name, folder, load_tokenizer(spec), SequenceOptions(**args))
     null = f"; lines skipped because their text is null: {written.null_lines}" if written.null_lines else ""
     sys.stdout.write(
         f"{written.path}: {plural(written.sequences, 'sequence')}, {plural(written.tokens, 'token')}{null}\n"

@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from mesh_transformer.config.mixture import TrainSet, check_weights
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import (
+    ConfigGroup,
     Count,
     CountOrZero,
     Derived,
-    Group,
     Name,
     OptionalText,
     Sequences,
@@ -29,7 +29,7 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class DataConfig(Group):
+class DataConfig(ConfigGroup):
     """Training data, validation data and batches."""
 
     train_set: TrainSet = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from mesh_transformer.fields import INT32_MAX, Group
+from mesh_transformer.fields import INT32_MAX, ConfigGroup
 
 SHOWN_CHARS = 80
 TYPES = {
@@ -28,7 +28,7 @@ LIMITS = {
 
 
 @cache
-def schemas(group: type[Group], name: str) -> list[dict[str, Any]]:
+def schemas(group: type[ConfigGroup], name: str) -> list[dict[str, Any]]:
     """The JSON schemas of the types that a field accepts, without null."""
     field = group.model_json_schema()["properties"][name]
     return [field | alternative for alternative in _alternatives(field) if alternative["type"] != "null"]
@@ -40,13 +40,13 @@ def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
     return [alternative for nested in inner for alternative in _alternatives(nested)] if inner else [schema]
 
 
-def allowed(group: type[Group], name: str) -> str:
+def allowed(group: type[ConfigGroup], name: str) -> str:
     """The values that a field accepts, such as `a whole number, 1 or more`."""
     alternatives = schemas(group, name)
     return str(alternatives[0]["words"]) if "words" in alternatives[0] else " or ".join(map(_words, alternatives))
 
 
-def allowed_item(group: type[Group], name: str) -> str:
+def allowed_item(group: type[ConfigGroup], name: str) -> str:
     """The values that an item of the field's list or object accepts."""
     items = schemas(group, name)[0].get("items", {})
     return _words(items) if items.get("type") == "integer" else "a string that is not empty"
@@ -73,7 +73,7 @@ def _list_kind(schema: dict[str, Any]) -> str:
     return "array" if items.get("type") == "string" else "numbers"
 
 
-def choices(group: type[Group], name: str) -> list[str]:
+def choices(group: type[ConfigGroup], name: str) -> list[str]:
     """The strings that a field accepts, if it accepts only certain ones."""
     return [value for schema in schemas(group, name) for value in _values(schema)]
 
@@ -82,12 +82,12 @@ def _values(schema: dict[str, Any]) -> list[str]:
     return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
 
 
-def unit(group: type[Group], name: str) -> str:
+def unit(group: type[ConfigGroup], name: str) -> str:
     """What the field counts, such as `tokens`, or an empty string."""
     return "".join(schema.get("unit", "") for schema in schemas(group, name))
 
 
-def derived(group: type[Group], name: str) -> str:
+def derived(group: type[ConfigGroup], name: str) -> str:
     """How the default follows from other fields, or an empty string."""
     return schemas(group, name)[0].get("derived", "")
 

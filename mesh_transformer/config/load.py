@@ -20,7 +20,7 @@ from mesh_transformer.config.describe import allowed, allowed_item, choices, did
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, CheckpointConfig, Config, class_at
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Group
+from mesh_transformer.fields import ConfigGroup
 
 MAX_FILE_BYTES = 1 << 20
 # Two fields for one size: an override of one removes the other from the file's values.
@@ -304,7 +304,7 @@ def _cause(detail: ErrorDetails) -> Any:
     return detail.get("ctx", {}).get("error")
 
 
-def _fault(detail: ErrorDetails, where: str, group: type[Group], field: str, expected: str) -> str:
+def _fault(detail: ErrorDetails, where: str, group: type[ConfigGroup], field: str, expected: str) -> str:
     """The value that was given, and what is expected."""
     if isinstance(cause := _cause(detail), UserError):
         return f"{where} = {short(detail['input'])}: {cause}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.fields import STACKS, Count, Derived, Devices, Group, Size, Switch, Unit, marks
+from mesh_transformer.fields import STACKS, ConfigGroup, Count, Derived, Devices, Size, Switch, Unit, marks
 from mesh_transformer.spec import Decoder
 
 MeshShape = dict[str, int]
@@ -27,7 +27,7 @@ class Axis:
         self.splits = splits
 
 
-class MeshConfig(Group):
+class MeshConfig(ConfigGroup):
     """The device mesh."""
 
     # The axes, outermost first. The devices of a host are assigned to the last axis first.

@@ -7,7 +7,7 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Count, CountOrZero, Group, Name, NonNegative, OptionalText, Unit, Words
+from mesh_transformer.fields import ConfigGroup, Count, CountOrZero, Name, NonNegative, OptionalText, Unit, Words
 
 
 def _from_step_0(value: Any) -> Any:
@@ -25,7 +25,7 @@ Weights = Annotated[
 ]
 
 
-class TrainSource(Group):
+class TrainSource(ConfigGroup):
     """A source of a mixture: `data.train_set` maps the names of sources to these fields."""
 
     set: Name

@@ -25,10 +25,10 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.fields import (
+    ConfigGroup,
     Count,
     CountOrZero,
     Derived,
-    Group,
     Layers,
     Mebibytes,
     Name,
@@ -53,7 +53,7 @@ BYTES_VOCAB = 257
 Seconds = Annotated[Positive, Unit("seconds")]
 
 
-class ComputeConfig(Group):
+class ComputeConfig(ConfigGroup):
     """Precision, memory and compile time of the computation."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -77,7 +77,7 @@ class ComputeConfig(Group):
     before they are allocated; false: go on"""
 
 
-class ExpertsConfig(Group):
+class ExpertsConfig(ConfigGroup):
     """Routed experts in training. A model without experts refuses values other than the defaults."""
 
     exchange: Literal["tokens", "gather"] = "tokens"
@@ -99,7 +99,7 @@ class ExpertsConfig(Group):
     than the mean rises by this number, and the bias of an expert with more tokens falls by it. 0: the biases stay"""
 
 
-class CheckpointConfig(Group):
+class CheckpointConfig(ConfigGroup):
     """Where the run is stored, and which checkpoints are kept."""
 
     bucket: Text = ""
@@ -134,7 +134,7 @@ class CheckpointConfig(Group):
         return f"gs://{self.bucket.strip('/')}/{self.model_dir.strip('/')}" if self.bucket else self.model_dir
 
 
-class LoggingConfig(Group):
+class LoggingConfig(ConfigGroup):
     """Names and sinks of the metrics."""
 
     name: OptionalText = None
@@ -164,7 +164,7 @@ class LoggingConfig(Group):
     model_dir/profile/op_table.tsv"""
 
 
-class ClusterConfig(Group):
+class ClusterConfig(ConfigGroup):
     """How train.py watches its workers. These fields have no effect without a driver."""
 
     step_limit: Seconds = 20.0
@@ -182,14 +182,14 @@ class ClusterConfig(Group):
     """seconds that workers wait for a new driver (the same command) before they exit"""
 
 
-class Config(Group):
+class Config(ConfigGroup):
     """A whole run."""
 
     model: Annotated[ModelConfig, Variants("family", FAMILIES)]
     mesh: MeshConfig = MeshConfig()
     compute: ComputeConfig = ComputeConfig()
     experts: ExpertsConfig = ExpertsConfig()
-    optimizer: Annotated[OptimizerConfig, Variants("name", OPTIMIZERS)] = adam.Config()
+    optimizer: Annotated[OptimizerConfig, Variants("name", OPTIMIZERS)] = adam.AdamConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -299,10 +299,10 @@ VARIANTS = marks(Config, Variants)
 GROUPS: dict[str, Any] = {
     name: VARIANTS[name].merged if name in VARIANTS else field.annotation for name, field in Config.model_fields.items()
 }
-"""Every group: a subclass of `Group` with all fields that it may have."""
+"""Every group: a subclass of `ConfigGroup` with all fields that it may have."""
 
 
-def class_at(place: Sequence[str]) -> tuple[type[Group], list[str]]:
+def class_at(place: Sequence[str]) -> tuple[type[ConfigGroup], list[str]]:
     """The class of the group of a validation error, and the path inside it. pydantic puts the variant into the path."""
     group, *inside = place
     if group not in VARIANTS:

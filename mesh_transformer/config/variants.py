@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from mesh_transformer.config.describe import did_you_mean, short
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Group
+from mesh_transformer.fields import ConfigGroup
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Variants:
     """
 
     tag: str
-    classes: Mapping[str, type[Group]]
+    classes: Mapping[str, type[ConfigGroup]]
 
     def chosen(self, values: Any) -> str:
         """The name of the class that these values select: a dictionary or a group. Null means absent."""
@@ -33,7 +33,7 @@ class Variants:
         return [name for name, group in self.classes.items() if field in group.model_fields]
 
     @cached_property
-    def merged(self) -> type[Group]:
+    def merged(self) -> type[ConfigGroup]:
         """A group with the fields of all classes, for lookups by name. The first class with a field defines it."""
         fields: dict[str, Any] = {}
         for group in self.classes.values():
@@ -41,7 +41,7 @@ class Variants:
             for name, field in group.model_fields.items():
                 fields.setdefault(name, (hints[name], field))
         fields[self.tag] = (Literal[tuple(self.classes)], fields[self.tag][1])
-        return create_model("Merged", __base__=Group, **fields)
+        return create_model("Merged", __base__=ConfigGroup, **fields)
 
     def check(self, group: str, values: dict[str, Any]) -> None:
         """Refuse an unknown class, and fields that only other classes have.

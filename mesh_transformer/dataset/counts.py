@@ -15,7 +15,7 @@ BINS = 40 * PER_OCTAVE
 
 
 @dataclass(frozen=True)
-class Counts:
+class DocumentCounts:
     """Counts of documents.
 
     Args:
@@ -30,21 +30,23 @@ class Counts:
     lengths: tuple[int, ...] = (0,) * BINS
 
     @classmethod
-    def of(cls, rows: np.ndarray) -> Counts:
+    def of(cls, rows: np.ndarray) -> DocumentCounts:
         """The counts of rows of a table, with `tokens` and `bytes`, (n,)."""
         tokens = rows["tokens"]
         bins = np.minimum(np.log2(tokens.astype(np.float64)) * PER_OCTAVE, BINS - 1).astype(np.int64)
         lengths = np.bincount(bins, minlength=BINS).tolist()
         return cls(len(rows), int(tokens.sum()), int(rows["bytes"].sum()), tuple(lengths))
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: DocumentCounts) -> DocumentCounts:
         lengths = tuple(map(sum, zip(self.lengths, other.lengths, strict=True)))
-        return Counts(self.documents + other.documents, self.tokens + other.tokens, self.bytes + other.bytes, lengths)
+        return DocumentCounts(
+            self.documents + other.documents, self.tokens + other.tokens, self.bytes + other.bytes, lengths
+        )
 
 
-def total(counts: Iterable[Counts]) -> Counts:
+def total(counts: Iterable[DocumentCounts]) -> DocumentCounts:
     """The sum of all counts."""
-    return sum(counts, Counts())
+    return sum(counts, DocumentCounts())
 
 
 def add_reasons(reasons: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from mesh_transformer.dataset.counts import Counts
+from mesh_transformer.dataset.counts import DocumentCounts
 from mesh_transformer.dataset.duplicates import (
     GROUP_ROWS,
     RUN,
     Bucket,
     Kept,
     Range,
-    Slice,
     Sorted,
+    TableRows,
     find_duplicates,
     groups_of,
     keep_rest,
@@ -19,7 +19,7 @@ from mesh_transformer.dataset.duplicates import (
 )
 from mesh_transformer.dataset.fragment import SIDES, Fragment
 from mesh_transformer.dataset.shards import Source
-from mesh_transformer.dataset.stages import Named, Stages
+from mesh_transformer.dataset.stages import JobStages, Named
 from mesh_transformer.dataset.worker import Task
 from mesh_transformer.files import join
 
@@ -32,12 +32,12 @@ class Duplicates:
         rows: documents of a group at most, and of a bucket on average.
     """
 
-    def __init__(self, work: str, stages: Stages, rows: int = GROUP_ROWS):
+    def __init__(self, work: str, stages: JobStages, rows: int = GROUP_ROWS):
         self._work, self._stages, self._rows = work, stages, rows
 
     def drop(
         self, paths: Sequence[str], fragments: Sequence[Fragment]
-    ) -> tuple[list[tuple[Counts, Counts]], list[list[Source]]]:
+    ) -> tuple[list[tuple[DocumentCounts, DocumentCounts]], list[list[Source]]]:
         """(counts of the kept documents of each fragment, by side; sources of the kept tokens of each side)."""
         slices = [
             table_slice
@@ -74,10 +74,10 @@ class Duplicates:
 
 
 def _rest(
-    fragments: Sequence[Fragment], groups: Sequence[Sequence[Slice]], paths: Sequence[str], kept: Sequence[Kept]
-) -> tuple[list[tuple[Counts, Counts]], list[list[Source]]]:
+    fragments: Sequence[Fragment], groups: Sequence[Sequence[TableRows]], paths: Sequence[str], kept: Sequence[Kept]
+) -> tuple[list[tuple[DocumentCounts, DocumentCounts]], list[list[Source]]]:
     """The result of `Duplicates.drop`."""
-    counts = [[Counts() for _ in SIDES] for _ in fragments]
+    counts = [[DocumentCounts() for _ in SIDES] for _ in fragments]
     sources: list[list[Source]] = [[] for _ in SIDES]
     # where the tokens of the next slice of each side begin in its fragment
     places = [list(fragment.tokens_at) for fragment in fragments]

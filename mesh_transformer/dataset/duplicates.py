@@ -17,7 +17,7 @@ from itertools import chain
 
 import numpy as np
 
-from mesh_transformer.dataset.counts import ROW, Counts
+from mesh_transformer.dataset.counts import ROW, DocumentCounts
 from mesh_transformer.dataset.fragment import Fragment
 from mesh_transformer.dataset.objects import spool, write_object
 from mesh_transformer.files import COPY_BYTES, copy_range, read_range
@@ -35,7 +35,7 @@ SLICE_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Slice:
+class TableRows:
     """Rows of a fragment's table.
 
     Args:
@@ -121,7 +121,7 @@ class KeptSide:
         runs: the number of runs of kept tokens.
     """
 
-    counts: Counts
+    counts: DocumentCounts
     tokens: int
     runs: int
 
@@ -135,18 +135,18 @@ class Kept:
     at: int = 0
 
 
-def slices_of(number: int, path: str, fragment: Fragment, rows: int = GROUP_ROWS) -> Iterator[Slice]:
+def slices_of(number: int, path: str, fragment: Fragment, rows: int = GROUP_ROWS) -> Iterator[TableRows]:
     """The slices of a fragment, in order. A slice has at most the rows of a group."""
     train, size = fragment.train.documents, min(SLICE_ROWS, rows)
     for first in range(0, fragment.documents, size):
         stop = min(first + size, fragment.documents)
         of_train = min(max(train - first, 0), stop - first)
-        yield Slice(number, path, fragment.at + first * ROW.itemsize, first, of_train, stop - first - of_train)
+        yield TableRows(number, path, fragment.at + first * ROW.itemsize, first, of_train, stop - first - of_train)
 
 
-def groups_of(slices: Sequence[Slice], rows: int = GROUP_ROWS, count: int = GROUP_SLICES) -> list[list[Slice]]:
+def groups_of(slices: Sequence[TableRows], rows: int = GROUP_ROWS, count: int = GROUP_SLICES) -> list[list[TableRows]]:
     """Slices in a row whose tables fit in memory together."""
-    groups: list[list[Slice]] = []
+    groups: list[list[TableRows]] = []
     size = 0
     for table_slice in slices:
         if not groups or size + table_slice.rows > rows or len(groups[-1]) == count:
@@ -163,7 +163,7 @@ def bucket_bounds(buckets: int) -> np.ndarray:
     return np.frombuffer(b"".join(bounds), _SORTED)
 
 
-def sort_group(target: str, scratch: str, group: Sequence[Slice], buckets: int) -> Sorted:
+def sort_group(target: str, scratch: str, group: Sequence[TableRows], buckets: int) -> Sorted:
     """The rows of a group, sorted."""
     keys = np.empty(sum(table_slice.rows for table_slice in group), KEY)
     at = 0
@@ -221,7 +221,7 @@ def _range(path: str, at: int, ends: Sequence[int], number: int, row: np.dtype) 
     return Range(path, at + first * row.itemsize, (ends[number] - first) * row.itemsize)
 
 
-def keep_rest(target: str, scratch: str, group: Sequence[Slice], lengths: Range, ranges: Sequence[Range]) -> Kept:
+def keep_rest(target: str, scratch: str, group: Sequence[TableRows], lengths: Range, ranges: Sequence[Range]) -> Kept:
     """The kept documents of a group.
 
     Args:
@@ -265,7 +265,7 @@ def _keep_side(rows: np.ndarray, kept: np.ndarray) -> tuple[KeptSide, np.ndarray
     places = np.concatenate((np.zeros(1, np.uint64), ends))[edges].reshape(-1, 2)
     runs = np.empty(len(places), RUN)
     runs["first"], runs["stop"] = places[:, 0], places[:, 1]
-    return KeptSide(Counts.of(rows[kept]), int(ends[-1]) if len(ends) else 0, len(runs)), runs
+    return KeptSide(DocumentCounts.of(rows[kept]), int(ends[-1]) if len(ends) else 0, len(runs)), runs
 
 
 def _place(fragment: np.ndarray, row: np.ndarray) -> np.ndarray:

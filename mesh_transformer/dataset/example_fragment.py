@@ -17,14 +17,14 @@ from mesh_transformer.data.chat.instructions import (
 )
 from mesh_transformer.data.corpus.formats.base import Row
 from mesh_transformer.dataset.fragment import LEARNED, Collected, Examples, Fragment, Text, tokenizer_of
-from mesh_transformer.dataset.parts import Bad, Part, examples
+from mesh_transformer.dataset.parts import Bad, FilePart, examples
 from mesh_transformer.errors import BadDataError, UserError
 
 TOO_LONG, NO_ANSWER = "too long", "no answer"
 
 
 def write_example_fragment(
-    target: str, scratch: str, part: Part, share: float, text: Text, chosen: Examples
+    target: str, scratch: str, part: FilePart, share: float, text: Text, chosen: Examples
 ) -> Fragment:
     """Encode the examples of a part into the object `target`.
 

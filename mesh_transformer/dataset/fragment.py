@@ -20,9 +20,9 @@ import numpy as np
 
 from mesh_transformer.data.tokens.fast_encoder import LiteralEncoder
 from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from mesh_transformer.dataset.counts import ROW, Counts
+from mesh_transformer.dataset.counts import ROW, DocumentCounts
 from mesh_transformer.dataset.objects import spool, write_object
-from mesh_transformer.dataset.parts import Bad, Part, pieces
+from mesh_transformer.dataset.parts import Bad, FilePart, pieces
 from mesh_transformer.errors import UserError
 
 SIDES = ("train", "val")
@@ -94,8 +94,8 @@ class Fragment:
         at: where the table begins in the object.
     """
 
-    train: Counts
-    val: Counts
+    train: DocumentCounts
+    val: DocumentCounts
     dropped: dict[str, int]
     bad: tuple[str, ...]
     width: int
@@ -103,7 +103,7 @@ class Fragment:
     at: int = 0
 
     @property
-    def sides(self) -> tuple[Counts, Counts]:
+    def sides(self) -> tuple[DocumentCounts, DocumentCounts]:
         return self.train, self.val
 
     @property
@@ -146,7 +146,7 @@ def _encoder_of(text: Text) -> LiteralEncoder:
     return LiteralEncoder(tokenizer_of(text), threads=1)
 
 
-def write_fragment(target: str, scratch: str, part: Part, share: float, text: Text) -> Fragment:
+def write_fragment(target: str, scratch: str, part: FilePart, share: float, text: Text) -> Fragment:
     """Tokenize a part into the object `target`.
 
     Args:
@@ -183,8 +183,8 @@ class _Side:
     table: IO[bytes]
     tokens: IO[bytes]
 
-    def counts(self) -> Counts:
-        return sum((Counts.of(np.frombuffer(rows, ROW)) for rows in _blocks(self.table)), Counts())
+    def counts(self) -> DocumentCounts:
+        return sum((DocumentCounts.of(np.frombuffer(rows, ROW)) for rows in _blocks(self.table)), DocumentCounts())
 
 
 class Collected:

@@ -15,19 +15,19 @@ from typing import Any
 from mesh_transformer import files
 from mesh_transformer.data.chat.instructions import template_fingerprint
 from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from mesh_transformer.dataset.counts import Counts, add_reasons, total
+from mesh_transformer.dataset.counts import DocumentCounts, add_reasons, total
 from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.example_fragment import write_example_fragment
 from mesh_transformer.dataset.fragment import SIDES, Examples, Fragment, Text, write_fragment
 from mesh_transformer.dataset.inputs import Input, read_inputs
 from mesh_transformer.dataset.manifest import encoded, manifest
 from mesh_transformer.dataset.objects import atomic_file
-from mesh_transformer.dataset.options import Options, Work
-from mesh_transformer.dataset.packed_shards import Packing, packed_cuts, write_packed_shard
-from mesh_transformer.dataset.parts import Part, plan
+from mesh_transformer.dataset.options import PrepareOptions, Work
+from mesh_transformer.dataset.packed_shards import RowPacking, packed_cuts, write_packed_shard
+from mesh_transformer.dataset.parts import FilePart, plan
 from mesh_transformer.dataset.picture import length_picture
 from mesh_transformer.dataset.shards import RECORDS, Shard, Source, cuts, source_of, taken, write_shard
-from mesh_transformer.dataset.stages import Named, ShownFragments, Stages
+from mesh_transformer.dataset.stages import JobStages, Named, ShownFragments
 from mesh_transformer.dataset.tasks import Runner
 from mesh_transformer.dataset.worker import Task, failures_explained
 from mesh_transformer.errors import UserError, byte_size, listed, plural
@@ -38,7 +38,9 @@ MANIFEST, PICTURE, JOB, WORK = "manifest.json", "lengths.png", "job.json", "work
 _MAX_JSON_BYTES = 64 << 20
 
 
-def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options, runner: Runner) -> dict[str, Any]:
+def prepare(
+    specs: Sequence[str], tokenizer: str, output: str, options: PrepareOptions, runner: Runner
+) -> dict[str, Any]:
     """Make the data set of the inputs `specs` in the folder `output`. Returns the content of manifest.json.
 
     An interrupted job goes on: tasks that are done are not run again.
@@ -65,7 +67,7 @@ def prepare(specs: Sequence[str], tokenizer: str, output: str, options: Options,
 class _Job:
     """The stages of a job, and its output folder."""
 
-    def __init__(self, output: str, work: Work, inputs: Sequence[Input], options: Options):
+    def __init__(self, output: str, work: Work, inputs: Sequence[Input], options: PrepareOptions):
         self._output, self._inputs, self._options = output, inputs, options
         self._described, self._work = work, join(output, WORK)
         self._existing: set[str] = set()
@@ -98,9 +100,9 @@ class _Job:
                 file.write(encoded(self._described.content))
         return None
 
-    def run(self, parts: Sequence[Part], text: Text, tokenizer: Tokenizer, runner: Runner) -> dict[str, Any]:
+    def run(self, parts: Sequence[FilePart], text: Text, tokenizer: Tokenizer, runner: Runner) -> dict[str, Any]:
         """Run the stages. Returns the manifest."""
-        stages = Stages(runner, self._existing)
+        stages = JobStages(runner, self._existing)
         input_files = [file for source in self._inputs for file in source.files]
         size = byte_size(sum(file.size for file in input_files))
         log.info("%s of %s (%s)", plural(len(parts), "part"), plural(len(input_files), "file"), size)
@@ -120,7 +122,9 @@ class _Job:
         self._finish(content, total(sides[0] for sides in kept), made)
         return content
 
-    def _fragments(self, stages: Stages, parts: Sequence[Part], paths: Sequence[str], text: Text) -> list[Fragment]:
+    def _fragments(
+        self, stages: JobStages, parts: Sequence[FilePart], paths: Sequence[str], text: Text
+    ) -> list[Fragment]:
         named = []
         for part, path in zip(parts, paths, strict=True):
             given = path, self._work, part, self._inputs[part.input].share, text
@@ -148,7 +152,7 @@ class _Job:
             first = next((f" ({message})" for fragment in fragments for message in fragment.bad), "")
             raise UserError(f"no document is left; dropped: {reasons}{first}: correct the input, or add documents")
 
-    def _shards(self, stages: Stages, sources: Sequence[Sequence[Source]], width: int, eot: int) -> dict[str, Shard]:
+    def _shards(self, stages: JobStages, sources: Sequence[Sequence[Source]], width: int, eot: int) -> dict[str, Shard]:
         """Write the shards of both sides. Returns them by name.
 
         Raises:
@@ -171,14 +175,14 @@ class _Job:
                 path, result = join(self._output, name), join(self._work, name)
                 where = path, self._work, result, places
                 task = (
-                    Task(write_packed_shard, (*where, Packing(length, eot, self._options.instructions), width), path)
+                    Task(write_packed_shard, (*where, RowPacking(length, eot, self._options.instructions), width), path)
                     if packed
                     else Task(write_shard, (*where, length, width), path)
                 )
                 named[name] = Named(task, path + RECORDS, result)
         return dict(zip(named, stages.run("writing", list(named.values()), Shard), strict=True))
 
-    def _finish(self, content: dict[str, Any], counts: Counts, made: dict[str, Shard]) -> None:
+    def _finish(self, content: dict[str, Any], counts: DocumentCounts, made: dict[str, Shard]) -> None:
         """Write the index files and the picture, then the manifest, which marks the data set as complete."""
         for side in SIDES:
             names = [f"{name}{RECORDS}\n" for name in made if name.startswith(side)]
@@ -206,7 +210,7 @@ class _Job:
             files.remove_tree(self._work)
 
 
-def _sizes(parts: Sequence[Part]) -> list[float]:
+def _sizes(parts: Sequence[FilePart]) -> list[float]:
     """Bytes of each part. The parts of a file share its size by their length, whatever its unit."""
     units: Counter[tuple[int, str]] = Counter()
     for part in parts:

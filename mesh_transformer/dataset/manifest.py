@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mesh_transformer.data.tokens.tokenizer import Tokenizer
-from mesh_transformer.dataset.counts import Counts, add_reasons, total
+from mesh_transformer.dataset.counts import DocumentCounts, add_reasons, total
 from mesh_transformer.dataset.fragment import SIDES, Fragment
 from mesh_transformer.dataset.inputs import Input
 from mesh_transformer.dataset.shards import RECORDS, Shard
@@ -21,7 +21,7 @@ def manifest(
     inputs: Sequence[Input],
     tokenizer: Tokenizer,
     fragments: Sequence[tuple[int, Fragment]],
-    kept: Sequence[tuple[Counts, Counts]],
+    kept: Sequence[tuple[DocumentCounts, DocumentCounts]],
     shards: dict[str, Shard],
 ) -> dict[str, Any]:
     """The content of manifest.json. It depends on the input and the options only.
@@ -67,7 +67,7 @@ def _source(
     number: int,
     source: Input,
     fragments: Sequence[tuple[int, Fragment]],
-    kept: Sequence[tuple[Counts, Counts]],
+    kept: Sequence[tuple[DocumentCounts, DocumentCounts]],
 ) -> dict[str, Any]:
     """The counts of one input."""
     mine = [(fragment, rest) for (input, fragment), rest in zip(fragments, kept, strict=True) if input == number]
@@ -85,7 +85,7 @@ def _source(
     }
 
 
-def _records(counts: Counts, shards: Sequence[Shard], options: dict[str, Any]) -> dict[str, Any]:
+def _records(counts: DocumentCounts, shards: Sequence[Shard], options: dict[str, Any]) -> dict[str, Any]:
     """The counts of the records of a side."""
     length, examples = options["seq"] + 1, "instructions" in options
     records = sum(shard.records for shard in shards)
@@ -100,7 +100,7 @@ def _records(counts: Counts, shards: Sequence[Shard], options: dict[str, Any]) -
     return {**numbers, "cuts": -rest - padding}
 
 
-def _numbers(counts: Counts) -> dict[str, int]:
+def _numbers(counts: DocumentCounts) -> dict[str, int]:
     numbers = asdict(counts)
     del numbers["lengths"]
     return numbers

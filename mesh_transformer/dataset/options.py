@@ -22,7 +22,7 @@ _LATER = ("pack", "instructions", "long")
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """How a corpus becomes records.
 
     Args:
@@ -58,9 +58,9 @@ class Options:
             raise UserError(f"--part-mb {self.part_mb}: must be above 0")
         if self.shard_tokens <= self.seq:
             raise UserError(f"--shard-tokens {self.shard_tokens}: must be above --seq {self.seq}")
-        if self.instructions and self.column != Options.column:
+        if self.instructions and self.column != PrepareOptions.column:
             raise UserError(f"--column {self.column}: the fields of --instructions have fixed names: leave it out")
-        if self.long != Options.long and not self.instructions:
+        if self.long != PrepareOptions.long and not self.instructions:
             raise UserError(f"--long {self.long}: only examples of --instructions are cut or dropped: leave it out")
 
     @property
@@ -85,7 +85,12 @@ class Work:
 
     @classmethod
     def of(
-        cls, inputs: Sequence[Input], tokenizer: str, fingerprint: str, options: Options, template: str | None = None
+        cls,
+        inputs: Sequence[Input],
+        tokenizer: str,
+        fingerprint: str,
+        options: PrepareOptions,
+        template: str | None = None,
     ) -> Work:
         """The work of a command.
 
@@ -97,7 +102,7 @@ class Work:
         # the result of a job that has ended does not depend on it
         del chosen["on_error"]
         for name in _LATER:
-            if chosen[name] == getattr(Options, name):
+            if chosen[name] == getattr(PrepareOptions, name):
                 del chosen[name]
         files = [[asdict(file) for file in source.files] for source in inputs]
         content = {
@@ -122,7 +127,7 @@ class Work:
         """
         if other.get("key") == self.content["key"]:
             return
-        later = {name: getattr(Options, name) for name in _LATER}
+        later = {name: getattr(PrepareOptions, name) for name in _LATER}
         given = other.get("options")
         mine = {**later, **self.content["options"]}
         theirs = {**later, **given} if isinstance(given, dict) else {}

@@ -13,7 +13,7 @@ import numpy as np
 from mesh_transformer.dataset.counts import ROW
 from mesh_transformer.dataset.fragment import LEARNED
 from mesh_transformer.dataset.objects import spool
-from mesh_transformer.dataset.packing import Piece, best_fit, example_of, pieces_of
+from mesh_transformer.dataset.packing import DocumentPiece, best_fit, example_of, pieces_of
 from mesh_transformer.dataset.shards import Shard, Source, Taken, copy_taken, cuts, runs_of, write_examples
 from mesh_transformer.files import read_range
 from mesh_transformer.sequences import Example
@@ -25,7 +25,7 @@ _PIECE = np.dtype("<i8")
 _PIECE_BYTES = 2 * _PIECE.itemsize
 
 
-class Packing(NamedTuple):
+class RowPacking(NamedTuple):
     """How rows are packed.
 
     Args:
@@ -52,7 +52,7 @@ def packed_cuts(tokens: int, length: int, most: int) -> list[int]:
 
 
 def write_packed_shard(
-    target: str, scratch: str, result: str, taken: Sequence[Taken], packing: Packing, width: int
+    target: str, scratch: str, result: str, taken: Sequence[Taken], packing: RowPacking, width: int
 ) -> Shard:
     """Write a shard of packed rows. Its records are in an order that does not depend on their lengths.
 
@@ -123,14 +123,14 @@ def _inside(places: np.ndarray, runs: np.ndarray) -> np.ndarray:
     return (numbers >= 0) & (places < runs["stop"][numbers])
 
 
-def _read_pieces(file: IO[bytes]) -> Iterator[Piece]:
+def _read_pieces(file: IO[bytes]) -> Iterator[DocumentPiece]:
     file.seek(0)
     while block := file.read(_PIECES * _PIECE_BYTES):
         yield from _pieces(block)
 
 
-def _pieces(content: bytes) -> list[Piece]:
-    return [Piece(*pair) for pair in np.frombuffer(content, _PIECE).reshape(-1, 2).tolist()]
+def _pieces(content: bytes) -> list[DocumentPiece]:
+    return [DocumentPiece(*pair) for pair in np.frombuffer(content, _PIECE).reshape(-1, 2).tolist()]
 
 
 def _order(rows: int) -> np.ndarray:
@@ -139,7 +139,7 @@ def _order(rows: int) -> np.ndarray:
     return np.argsort(np.random.PCG64(0).random_raw(rows), kind="stable")
 
 
-def _example(begin: int, end: int, rows: IO[bytes], tokens: IO[bytes], width: int, packing: Packing) -> Example:
+def _example(begin: int, end: int, rows: IO[bytes], tokens: IO[bytes], width: int, packing: RowPacking) -> Example:
     """The record of the row whose pieces are bytes `begin` to `end` of the file `rows`."""
     pieces = _pieces(os.pread(rows.fileno(), end - begin, begin))
     contents = [os.pread(tokens.fileno(), piece.tokens * width, piece.first * width) for piece in pieces]

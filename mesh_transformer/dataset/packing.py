@@ -20,7 +20,7 @@ _BUFFER = 1024
 _MOST_WASTE = 0.005
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A document or a part of one: `tokens` tokens from token `first` of all documents."""
 
     first: int
@@ -44,7 +44,7 @@ def pieces_of(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]
     return begins[documents] + firsts, np.minimum(lengths[documents] - firsts, length)
 
 
-def best_fit(pieces: Iterable[Piece], length: int, cut: bool = True) -> Iterator[list[Piece]]:
+def best_fit(pieces: Iterable[DocumentPiece], length: int, cut: bool = True) -> Iterator[list[DocumentPiece]]:
     """Rows of pieces. A row takes the longest piece that fits, again and again, from the next pieces of the input.
 
     Where lengths vary little, no piece may fit the rest of a row. Before all rows together have more than 0.5% of
@@ -65,13 +65,13 @@ def best_fit(pieces: Iterable[Piece], length: int, cut: bool = True) -> Iterator
         row, room = [], length
         while at := bisect.bisect_right(held, (room, 1)):
             tokens, first = held.pop(at - 1)
-            row.append(Piece(-first, tokens))
+            row.append(DocumentPiece(-first, tokens))
             room -= tokens
         # a part of one token has no target; to cut the last piece saves no row
         fills = cut and room > 1 and len(held) > 1
         if fills and padding + room > _MOST_WASTE * number * length:
             tokens, first = held.pop()
-            row.append(Piece(-first, room))
+            row.append(DocumentPiece(-first, room))
             bisect.insort(held, (tokens - room + 1, first - room + 1))
             room = 0
         yield row

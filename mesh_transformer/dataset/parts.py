@@ -8,19 +8,19 @@ from typing import cast
 
 from mesh_transformer.data.corpus.formats import FORMATS
 from mesh_transformer.data.corpus.formats.base import Bad, Column, Item, Row
-from mesh_transformer.data.corpus.pieces import Piece
+from mesh_transformer.data.corpus.pieces import TextPiece
 from mesh_transformer.data.corpus.storage import open_file, open_range
 from mesh_transformer.data.records.inflate import inflated, without_suffix
 from mesh_transformer.dataset.inputs import Input, InputFile
 from mesh_transformer.errors import BadDataError, UserError
 
-__all__ = ["Bad", "Part", "examples", "pieces", "plan"]
+__all__ = ["Bad", "FilePart", "examples", "pieces", "plan"]
 
 _FILES_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A range of one input file: the work of one task.
 
     Args:
@@ -48,7 +48,7 @@ class Part:
         return f"{self.file}, {format.cut.unit} {self.first:,} to {self.stop - 1:,}"
 
 
-def plan(inputs: Sequence[Input], part_bytes: int, column: Column = "text") -> list[Part]:
+def plan(inputs: Sequence[Input], part_bytes: int, column: Column = "text") -> list[FilePart]:
     """The parts of all inputs, in their order. They depend on the arguments and on the files only.
 
     Args:
@@ -65,7 +65,7 @@ def plan(inputs: Sequence[Input], part_bytes: int, column: Column = "text") -> l
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         ranges = pool.map(lambda pair: _ranges(pair[1], part_bytes, column), numbered)
         parts = [
-            Part(number, file.path, file.format, first, stop, file.size)
+            FilePart(number, file.path, file.format, first, stop, file.size)
             for (number, file), file_ranges in zip(numbered, ranges, strict=True)
             for first, stop in file_ranges
         ]
@@ -90,16 +90,16 @@ def _ranges(file: InputFile, part_bytes: int, column: Column) -> list[tuple[int,
     return [(0, file.size)]
 
 
-def pieces(part: Part, column: str) -> Iterator[Piece | Bad]:
+def pieces(part: FilePart, column: str) -> Iterator[TextPiece | Bad]:
     """The documents of a part, in pieces. A place that is not a document gives `Bad`, also in the middle of one.
 
     Raises:
         UserError: the file does not exist, or may not be read.
     """
-    return cast(Iterator[Piece | Bad], _items(part, column))
+    return cast(Iterator[TextPiece | Bad], _items(part, column))
 
 
-def examples(part: Part) -> Iterator[Row | Bad]:
+def examples(part: FilePart) -> Iterator[Row | Bad]:
     """The examples of a part. A place that is not an example gives `Bad`.
 
     Raises:
@@ -108,7 +108,7 @@ def examples(part: Part) -> Iterator[Row | Bad]:
     return cast(Iterator[Row | Bad], _items(part, None))
 
 
-def _items(part: Part, column: Column) -> Iterator[Item]:
+def _items(part: FilePart, column: Column) -> Iterator[Item]:
     format = FORMATS[part.format]
     compression = without_suffix(part.file)[1]
     if format.cut is not None and compression is None:

@@ -2,12 +2,12 @@
 
 import io
 
-from mesh_transformer.dataset.counts import BINS, PER_OCTAVE, Counts
+from mesh_transformer.dataset.counts import BINS, PER_OCTAVE, DocumentCounts
 
 _DPI = 120
 
 
-def length_picture(name: str, counts: Counts, seq: int, packing: str = "") -> bytes:
+def length_picture(name: str, counts: DocumentCounts, seq: int, packing: str = "") -> bytes:
     """A PNG: how many documents have how many tokens, and where the tokens are.
 
     Args:

@@ -63,7 +63,7 @@ class ShownFragments(Shown):
         return values
 
 
-class Stages:
+class JobStages:
     """Runs the stages of a job.
 
     Args:

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from mesh_transformer import files
 from mesh_transformer.data.corpus.formats.base import Bad
-from mesh_transformer.data.corpus.pieces import Piece
+from mesh_transformer.data.corpus.pieces import TextPiece
 from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT
 from mesh_transformer.data.tokens.tokenizer import has_tokenizer, valid_text
 from mesh_transformer.dataset.fragment import fraction
 from mesh_transformer.dataset.inputs import Input, read_inputs
-from mesh_transformer.dataset.options import Options
-from mesh_transformer.dataset.parts import Part, pieces, plan
+from mesh_transformer.dataset.options import PrepareOptions
+from mesh_transformer.dataset.parts import FilePart, pieces, plan
 from mesh_transformer.dataset.worker import failures_explained
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import Progress, log
@@ -46,8 +46,8 @@ class Training:
 
     vocab: int
     special: tuple[str, ...] = ()
-    column: str = Options.column
-    on_error: Literal["skip", "stop"] = Options.on_error
+    column: str = PrepareOptions.column
+    on_error: Literal["skip", "stop"] = PrepareOptions.on_error
 
     def __post_init__(self) -> None:
         names = (EOT_TEXT, *self.special)
@@ -100,7 +100,7 @@ def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
     sources = read_inputs(inputs)
     _check_output(folder)
     with failures_explained("give the same command again"):
-        counted = _Counted(sources, plan(sources, Options().part_bytes, training.column), training)
+        counted = _CountedTexts(sources, plan(sources, PrepareOptions().part_bytes, training.column), training)
         made = _train(counted, training)
     if not counted.documents:
         raise UserError(f"{', '.join(inputs)}: there is no text to train on: add text")
@@ -146,10 +146,10 @@ def _train(texts: Iterator[str], training: Training) -> Any:
     return made
 
 
-class _Counted(Iterator[str]):
+class _CountedTexts(Iterator[str]):
     """The text of parts in pieces, with a progress line; counts the documents and the bad places."""
 
-    def __init__(self, inputs: Sequence[Input], parts: Sequence[Part], training: Training):
+    def __init__(self, inputs: Sequence[Input], parts: Sequence[FilePart], training: Training):
         self.documents = self.bad = 0
         self._training = training
         self._pieces = self._read(inputs, parts)
@@ -157,7 +157,7 @@ class _Counted(Iterator[str]):
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _read(self, inputs: Sequence[Input], parts: Sequence[Part]) -> Iterator[str]:
+    def _read(self, inputs: Sequence[Input], parts: Sequence[FilePart]) -> Iterator[str]:
         progress = Progress("reading", None, unit="piece", leave=False)
         count, has_text = 0, False
         try:
@@ -177,20 +177,20 @@ class _Counted(Iterator[str]):
         finally:
             progress.close()
 
-    def _good(self, items: Iterable[Piece | Bad]) -> Iterator[Piece]:
+    def _good(self, items: Iterable[TextPiece | Bad]) -> Iterator[TextPiece]:
         """The pieces. After a bad place a document begins; what was read of the one before it counts as text."""
         for item in items:
-            if isinstance(item, Piece):
+            if isinstance(item, TextPiece):
                 yield item
                 continue
             if self._training.on_error == "stop":
                 raise UserError(item.message)
             log.debug("%s", item.message)
             self.bad += 1
-            yield Piece("", True)
+            yield TextPiece("", True)
 
 
-def _taken(items: Iterable[Piece | Bad], share: float) -> Iterator[Piece | Bad]:
+def _taken(items: Iterable[TextPiece | Bad], share: float) -> Iterator[TextPiece | Bad]:
     """The documents in a share, which their hashes decide, as in `write_fragment`."""
     if share == 1:
         yield from items
@@ -199,7 +199,7 @@ def _taken(items: Iterable[Piece | Bad], share: float) -> Iterator[Piece | Bad]:
         sizes: list[int] = []
         digest = hashlib.blake2b(digest_size=16)
         for item in items:
-            if isinstance(item, Piece):
+            if isinstance(item, TextPiece):
                 # JSON may hold halves of surrogate pairs
                 data = item.text.encode("utf-8", "surrogatepass")
                 digest.update(data)
@@ -210,7 +210,7 @@ def _taken(items: Iterable[Piece | Bad], share: float) -> Iterator[Piece | Bad]:
                 if fraction(digest.digest(), b"share") < share:
                     held.seek(0)
                     for number, size in enumerate(sizes, 1):
-                        yield Piece(held.read(size).decode("utf-8", "surrogatepass"), number == len(sizes))
+                        yield TextPiece(held.read(size).decode("utf-8", "surrogatepass"), number == len(sizes))
             else:
                 yield item
             sizes, digest = [], hashlib.blake2b(digest_size=16)

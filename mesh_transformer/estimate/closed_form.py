@@ -14,7 +14,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import experts, transfers
 from mesh_transformer.estimate.kernels import OTHER_SHARE, SHARES
-from mesh_transformer.estimate.rates import MIB, Rates
+from mesh_transformer.estimate.rates import MIB, DeviceRates
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, LayerSizes, StepSizes
 from mesh_transformer.models.block import KEPT
 from mesh_transformer.ops.attend.kernels import PLAIN
@@ -68,7 +68,7 @@ def unmodelled(config: Config) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """What a training step needs on one device."""
 
     # GiB by use, at the moment when their sum is largest
@@ -89,7 +89,7 @@ class Estimate:
 
 def estimate(
     config: Config, n_devices: int, accelerator: Accelerator, *, fused_attention: float | None = None
-) -> Estimate:
+) -> StepEstimate:
     """The estimate for a config on `n_devices` devices. `mesh.overlap_tp` is not "auto": see `overlap.resolve`.
 
     Args:
@@ -101,7 +101,7 @@ def estimate(
     """
     check_modelled(n_devices, accelerator)
     step = StepSizes.of(config, config.check_devices(n_devices), accelerator)
-    return Estimate(_memory(step, fused_attention), _time(step, fused_attention))
+    return StepEstimate(_memory(step, fused_attention), _time(step, fused_attention))
 
 
 def step_gib(config: Config, n_devices: int, accelerator: Accelerator | None = None) -> dict[str, float]:
@@ -177,7 +177,7 @@ def _kept_bytes(layer: LayerSizes, fused: float | None) -> float:
 
 def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
     """Seconds of a step by part."""
-    rates = Rates.of(step.accelerator)
+    rates = DeviceRates.of(step.accelerator)
     copied = step.elements("embed", "blocks", gathered=step.config.mesh.gather_weights == "per_step") * step.item_bytes
     microbatches = {
         "products": sum(layer.count * _products(layer, rates) for layer in step.layers),
@@ -203,7 +203,7 @@ def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
     return {part: seconds for part, seconds in parts.items() if seconds}
 
 
-def _products(layer: LayerSizes, rates: Rates) -> float:
+def _products(layer: LayerSizes, rates: DeviceRates) -> float:
     """The matrix products of a layer. The backward pass has two for each of the forward pass."""
     step, again = layer.step, layer.again
     (qkv, out), (hidden, ff_out) = layer.mixing, layer.feeding
@@ -218,7 +218,7 @@ def _products(layer: LayerSizes, rates: Rates) -> float:
     return 2 * step.rows * step.width * columns / rates.products
 
 
-def _attention(layer: LayerSizes, rates: Rates, fused: float | None) -> float:
+def _attention(layer: LayerSizes, rates: DeviceRates, fused: float | None) -> float:
     """The products of queries, keys and values, the softmax, rotary encoding and changes of layout."""
     again = layer.again
     # operations of queries with keys, or of the softmax with values, for a logit: the mean of both
@@ -249,7 +249,7 @@ def _passes(layer: LayerSizes, fused: float | None) -> float:
     return passes + BIAS_GRADIENT * layer.biased + kept
 
 
-def _head(step: StepSizes, rates: Rates) -> float:
+def _head(step: StepSizes, rates: DeviceRates) -> float:
     """The products with the head's matrix, and the loss."""
     columns = step.decoder.padded_vocab / step.parts("vocab")
     return 6 * step.rows * step.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes

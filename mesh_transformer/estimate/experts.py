@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.estimate.sizes import LayerSizes
-from mesh_transformer.spec import Experts
+from mesh_transformer.spec import ExpertsSpec
 
 # Arrays of rows that live at once in the backward pass: inputs, outputs, and the gradient of either.
 LIVE_ROWS = 3.0
@@ -16,9 +16,9 @@ LIVE_ROWS = 3.0
 PASSES = 12.0
 
 
-def experts_of(layer: LayerSizes) -> Experts | None:
+def experts_of(layer: LayerSizes) -> ExpertsSpec | None:
     """The routed experts of a layer."""
-    return next((mechanism for mechanism in layer.kind.mechanisms if isinstance(mechanism, Experts)), None)
+    return next((mechanism for mechanism in layer.kind.mechanisms if isinstance(mechanism, ExpertsSpec)), None)
 
 
 def rows_bytes(layer: LayerSizes) -> float:

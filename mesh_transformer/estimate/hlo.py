@@ -46,7 +46,7 @@ BREAK = re.compile(r'\n(?="|\}\})')
 _WINDOW = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """The dtype, as the program spells it ("bf16"), and the shape on one device."""
 
     dtype: str
@@ -85,10 +85,10 @@ class Instruction(NamedTuple):
     rest: str
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[HloArray, ...]:
         """The arrays of its result on one device."""
         arrays = _ARRAY.findall(self.result)
-        return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in arrays)
+        return tuple(HloArray(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in arrays)
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +147,7 @@ class Collective(NamedTuple):
     # of KINDS; an asynchronous one counts once
     kind: str
     # of the result on one device
-    arrays: tuple[Array, ...]
+    arrays: tuple[HloArray, ...]
     # the op_names of the loops around it, outermost first
     loops: tuple[str, ...]
     # whether it crosses from one TPU slice to another

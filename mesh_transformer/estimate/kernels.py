@@ -7,7 +7,7 @@ declares none: it computes the blocks of its mask that are not empty, and these 
 import re
 from typing import NamedTuple
 
-from mesh_transformer.estimate.hlo import Array, Instruction, Module
+from mesh_transformer.estimate.hlo import HloArray, Instruction, Module
 
 SHARES = {"v4": 0.55, "v5e": 0.55, "v5p": 0.5, "v6e": 0.35, "v7x": 0.35}
 """The share of the peak that a Pallas kernel is assumed to reach, by generation. The default is OTHER_SHARE."""
@@ -86,7 +86,7 @@ def _splash_flops(module: Module, instruction: Instruction, phase: str) -> int:
     return 2 * q.size // width * pairs // queries * (products.queries * width + products.values * v.shape[-1])
 
 
-def _seen_pairs(instruction: Instruction, phase: str, grid: Array, queries: int, keys: int) -> int:
+def _seen_pairs(instruction: Instruction, phase: str, grid: HloArray, queries: int, keys: int) -> int:
     """Pairs of a query and a key in the blocks of a causal mask, with or without a window: a window makes the grid
     narrower than all blocks.
 

@@ -39,7 +39,7 @@ LIKE = {"v2": "v3", "v7x": "v6e"}
 GPU_PRODUCT_SHARE, GPU_PASS_SHARE = 0.76, 0.8
 
 
-class Rates(NamedTuple):
+class DeviceRates(NamedTuple):
     """The rates of one device."""
 
     # FLOP/s of matrix products
@@ -54,7 +54,7 @@ class Rates(NamedTuple):
     logit_room: float = 0.0
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> "Rates":
+    def of(cls, accelerator: Accelerator) -> "DeviceRates":
         peak, memory = 1e12 * accelerator.peak_tflops, 1e9 * accelerator.memory_gb_s
         if not accelerator.is_tpu:
             return cls(GPU_PRODUCT_SHARE * peak, GPU_PASS_SHARE * memory, memory)

@@ -15,7 +15,7 @@ from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, parts, training_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import overlap
-from mesh_transformer.estimate.closed_form import MODELLED, Estimate, check_modelled, estimate, unmodelled
+from mesh_transformer.estimate.closed_form import MODELLED, StepEstimate, check_modelled, estimate, unmodelled
 from mesh_transformer.models.block import KEPT
 
 # tensor parallelism beyond so many chips sends more than it computes
@@ -38,7 +38,7 @@ class Candidate:
     config: Config
     # the arguments of --set, such as "mesh.tp=4", for the fields that differ
     overrides: tuple[str, ...]
-    estimate: Estimate
+    estimate: StepEstimate
 
 
 @dataclass(frozen=True)

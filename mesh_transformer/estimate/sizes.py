@@ -23,7 +23,7 @@ from mesh_transformer.models.block import KEPT
 from mesh_transformer.models.placement import with_whole_heads
 from mesh_transformer.ops.attend import causal, kernels
 from mesh_transformer.parallel.sharding import Partition
-from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism
+from mesh_transformer.spec import Array, Arrays, AttentionMixer, Axes, Branch, Decoder, Layer, Mechanism
 from mesh_transformer.spec.arrays import Role
 
 FLOAT32_BYTES = 4
@@ -201,7 +201,7 @@ class LayerSizes:
     count: float
 
     @property
-    def attention(self) -> Attends:
+    def attention(self) -> AttentionMixer:
         """The mechanism that attends."""
         return self.kind.attention
 

@@ -49,7 +49,7 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ProgramEstimate:
     """The predicted time of a program."""
 
     seconds: float
@@ -105,11 +105,11 @@ class Timeline:
         self._unknown: list[str] = []
         self._trains = "jvp(" in hlo
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> ProgramEstimate:
         """Play the program once."""
         played = self._play(self.module.entry, ())
         spent = {name: Spent(self._parts[name], played.counts[name], seconds) for name, seconds in played.spent.items()}
-        return Estimate(played.seconds, spent, tuple(self._unknown))
+        return ProgramEstimate(played.seconds, spent, tuple(self._unknown))
 
     def flops(self, instruction: Instruction) -> int:
         """Operations of the matrix products in an instruction, also of a kernel: 2 for each pair of elements."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.estimate import experts
 from mesh_transformer.estimate.collectives import DeviceGroup, collective_seconds
-from mesh_transformer.estimate.rates import Rates
+from mesh_transformer.estimate.rates import DeviceRates
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, LayerSizes, StepSizes
 
 # What a product in parts costs more than one product, for each permutation of the ring of ops/collective_matmul.py:
@@ -21,7 +21,9 @@ RING_HIDDEN = 3.0
 WITHOUT_REDUCE_SCATTER = ("v2", "v3")
 
 
-def of_microbatch(step: StepSizes, rates: Rates, products: Callable[[LayerSizes, Rates], float]) -> dict[str, float]:
+def of_microbatch(
+    step: StepSizes, rates: DeviceRates, products: Callable[[LayerSizes, DeviceRates], float]
+) -> dict[str, float]:
     """Seconds of the transfers of a microbatch by their purpose.
 
     Args:
@@ -43,7 +45,7 @@ def of_microbatch(step: StepSizes, rates: Rates, products: Callable[[LayerSizes,
     }
 
 
-def _sums_of_layer(layer: LayerSizes, rates: Rates, products: float) -> float:
+def _sums_of_layer(layer: LayerSizes, rates: DeviceRates, products: float) -> float:
     """The tensor-parallel transfers of a layer."""
     step = layer.step
     tensor = step.group(step.partition.rules["mlp"])

@@ -7,7 +7,7 @@ from mesh_transformer.families.base import HF_ACTIVATIONS, ActivationName
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.fields import MOST_LAYERS
-from mesh_transformer.spec import TRANSPOSED, Alibi, Attention, Decoder, Norm, Tensor
+from mesh_transformer.spec import TRANSPOSED, Alibi, AttentionSpec, Decoder, NormSpec, Tensor
 
 
 class BloomConfig(Gpt2Like):
@@ -41,13 +41,13 @@ class BloomConfig(Gpt2Like):
     """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu; exports have the
     approximation"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `Gpt2Like`."""
         return replace(super().attention(), positions=Alibi())
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        return replace(super().decoder(), learned_positions=False, embed_norm=Norm(eps=self.norm_eps))
+        return replace(super().decoder(), learned_positions=False, embed_norm=NormSpec(eps=self.norm_eps))
 
     def to_hf(self) -> dict[str, Any]:
         """See `HfKeys`."""

@@ -10,7 +10,7 @@ from mesh_transformer.families.experts import GroupedExperts
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.rotary import yarn_factor
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
-from mesh_transformer.spec import TRANSPOSED, LatentAttention, Norm, Rotary, Tensor
+from mesh_transformer.spec import TRANSPOSED, LatentAttentionSpec, NormSpec, Rotary, Tensor
 
 _MSCALES = {"rotary_mscale": "mscale", "rotary_mscale_all_dims": "mscale_all_dim"}
 # transformers has this number for the norms of latents, whatever rms_norm_eps is
@@ -76,20 +76,20 @@ class DeepSeekLike(GroupedExperts):
         """See `RotaryConfig`."""
         return replace(super().rotary(), style="pairs")
 
-    def attention(self) -> LatentAttention:  # type: ignore[override]
+    def attention(self) -> LatentAttentionSpec:  # type: ignore[override]
         """The attention of all layers, without a window."""
         scale = None
         if self.rotary_mscale_all_dims is not None:
             assert self.rotary_factor is not None
             scale = self.d_head**-0.5 * yarn_factor(self.rotary_factor, self.rotary_mscale_all_dims) ** 2
-        return LatentAttention(
+        return LatentAttentionSpec(
             heads=self.n_heads,
             q_rank=self.q_rank,
             kv_rank=self.kv_rank,
             nope_dims=self.nope_dims,
             v_dims=self.v_dims,
             positions=self.rotary(),
-            norm=Norm(kind="rms", eps=_LATENT_EPS, offset=False),
+            norm=NormSpec(kind="rms", eps=_LATENT_EPS, offset=False),
             scale=scale,
             bias=self.attention_bias,
         )

@@ -11,7 +11,7 @@ from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
 from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Positive, Switch, Unit
-from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
+from mesh_transformer.spec import TRANSPOSED, Dense, ExpertsSpec, RouterSpec, Tensor
 
 
 class ExpertCounts(ModelConfig):
@@ -45,17 +45,17 @@ class WithExperts(ExpertCounts, LlamaLike):
     # the bias of the router
     HF_ROUTER_BIAS: ClassVar = "gate.e_score_correction_bias"
 
-    def router(self) -> Router:
+    def router(self) -> RouterSpec:
         """The router of all layers that have experts."""
-        return Router(chosen=self.experts_per_token, normalize=True)
+        return RouterSpec(chosen=self.experts_per_token, normalize=True)
 
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertsSpec:
         """The experts of all layers that have experts."""
-        return Experts(
+        return ExpertsSpec(
             count=self.n_experts, d_ff=self.d_ff, d_ff_field="d_ff", activation=self.ACTIVATION, router=self.router()
         )
 
-    def ffs(self) -> list[Dense | Experts]:
+    def ffs(self) -> list[Dense | ExpertsSpec]:
         """See `LlamaLike`."""
         return [self.experts()] * self.layers
 
@@ -101,15 +101,17 @@ class SomeDense(WithExperts):
             )
         return self
 
-    def router(self) -> Router:
+    def router(self) -> RouterSpec:
         """See `WithExperts`."""
-        return Router(chosen=self.experts_per_token, normalize=self.router_normalize)
+        return RouterSpec(chosen=self.experts_per_token, normalize=self.router_normalize)
 
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertsSpec:
         """See `WithExperts`."""
-        return Experts(count=self.n_experts, d_ff=self.expert_d_ff, activation=self.ACTIVATION, router=self.router())
+        return ExpertsSpec(
+            count=self.n_experts, d_ff=self.expert_d_ff, activation=self.ACTIVATION, router=self.router()
+        )
 
-    def ffs(self) -> list[Dense | Experts]:
+    def ffs(self) -> list[Dense | ExpertsSpec]:
         """See `LlamaLike`."""
         dense, of_both = set(self.dense_layers), (self.experts(), self.ff())
         return [of_both[layer in dense] for layer in range(self.layers)]
@@ -152,13 +154,13 @@ class GroupedExperts(SomeDense):
             )
         return self
 
-    def router(self) -> Router:
+    def router(self) -> RouterSpec:
         """See `WithExperts`."""
         return replace(
             super().router(), scale=self.router_scale, groups=self.router_groups, top_groups=self.router_top_groups
         )
 
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertsSpec:
         """See `WithExperts`."""
         shared = Dense(
             d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
@@ -197,7 +199,7 @@ class SigmoidExperts(GroupedExperts):
 
     HF_WRITTEN: ClassVar = {**GroupedExperts.HF_WRITTEN, "num_nextn_predict_layers": 0}
 
-    def router(self) -> Router:
+    def router(self) -> RouterSpec:
         """See `WithExperts`."""
         return replace(super().router(), scores="sigmoid", bias=True, group_score="two_best", eps=1e-20)
 

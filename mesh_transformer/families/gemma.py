@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Switch
-from mesh_transformer.spec import Activation, Attention, Decoder, Norm
+from mesh_transformer.spec import Activation, AttentionSpec, Decoder, NormSpec
 
 
 class GemmaLike(LlamaLike):
@@ -23,11 +23,11 @@ class GemmaLike(LlamaLike):
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
-    def norm(self) -> Norm:
+    def norm(self) -> NormSpec:
         """See `LlamaLike`."""
         return replace(super().norm(), plus_one=True)
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
 

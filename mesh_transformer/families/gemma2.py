@@ -7,7 +7,7 @@ from mesh_transformer.families.gemma import GemmaLike
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.layer_types import WithLayerTypes
 from mesh_transformer.fields import Count, Derived, Dims, Positive, Unit
-from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
+from mesh_transformer.spec import AttentionMixer, AttentionSpec, Decoder, Layer, Mechanism, sandwich
 
 
 class Gemma2Like(GemmaLike, WithLayerTypes):
@@ -24,11 +24,11 @@ class Gemma2Like(GemmaLike, WithLayerTypes):
     softcap: Annotated[Positive | None, Hf("final_logit_softcapping")] = None
     """cap of the logits; absent: none"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), scale=self.query_scale_dims**-0.5)
 
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+    def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""
         return sandwich(self.norm(), attention, ff)
 
@@ -74,6 +74,6 @@ class Gemma2Config(Gemma2Like):
     attention_softcap: Annotated[Positive | None, Hf("attn_logit_softcapping")] = None
     """cap of the scaled products of queries and keys; absent: none"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), softcap=self.attention_softcap)

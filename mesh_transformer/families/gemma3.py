@@ -7,7 +7,7 @@ from mesh_transformer.families.gemma2 import Gemma2Like
 from mesh_transformer.families.hf_keys import ConfigJson, Only
 from mesh_transformer.families.layer_types import WithLocalRotary
 from mesh_transformer.fields import Count, Derived, Positive, Unit
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 
 
 class Gemma3Config(Gemma2Like, WithLocalRotary):
@@ -54,6 +54,6 @@ class Gemma3Config(Gemma2Like, WithLocalRotary):
         pattern: int = keys.size("sliding_window_pattern", default=cls.FULL_EVERY)
         return pattern
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), qk_norm=self.norm())

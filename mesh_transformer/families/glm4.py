@@ -7,7 +7,7 @@ from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.families.rotary import PartlyRotary
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import Attends, Attention, Layer, Mechanism, Rotary, sandwich
+from mesh_transformer.spec import AttentionMixer, AttentionSpec, Layer, Mechanism, Rotary, sandwich
 
 
 class Glm4Config(LlamaLike, PartlyRotary):
@@ -42,11 +42,11 @@ class Glm4Config(LlamaLike, PartlyRotary):
         """See `RotaryConfig`."""
         return replace(super().rotary(), style="pairs")
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.attention_bias)
 
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+    def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""
         return sandwich(self.norm(), attention, ff)
 

@@ -7,7 +7,7 @@ from mesh_transformer.families.experts import SigmoidExperts
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.rotary import PartlyRotary
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 
 
 class Glm4MoeConfig(SigmoidExperts, PartlyRotary):
@@ -46,6 +46,6 @@ class Glm4MoeConfig(SigmoidExperts, PartlyRotary):
     router_normalize: Annotated[Switch, Hf("norm_topk_prob")] = True
     """the weights of a token's experts are divided by their sum"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.attention_bias, qk_norm=self.norm() if self.qk_norm else None)

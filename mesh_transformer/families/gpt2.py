@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Tensor, sequential
+from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Decoder, Dense, NormSpec, Tensor, sequential
 
 # the keys of the original GPT-2, and newer names
 GPT2_ROWS = {
@@ -35,9 +35,9 @@ class Gpt2Like(ModelConfig):
     tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = True
     """the head uses the token embeddings as its weights"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """The attention of all layers, without a window."""
-        return Attention(
+        return AttentionSpec(
             heads=self.n_heads, kv_heads=self.n_heads, head_dim=self.d_head, positions=None, bias=True, out_bias=True
         )
 
@@ -47,7 +47,7 @@ class Gpt2Like(ModelConfig):
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        norm, attention = Norm(eps=self.norm_eps), self.attention()
+        norm, attention = NormSpec(eps=self.norm_eps), self.attention()
         ff = Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation])
         layer = functools.cache(lambda window: sequential(norm, replace(attention, window=window), ff))
         return Decoder(

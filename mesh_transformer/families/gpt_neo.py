@@ -7,7 +7,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.fields import MOST_LAYERS, Tokens
-from mesh_transformer.spec import TRANSPOSED, Attention, Tensor
+from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Tensor
 
 _TYPES = ("global", "local")
 
@@ -32,7 +32,7 @@ class GptNeoConfig(Gpt2Like):
     local_layers: Literal["odd", "none", "all"] = "odd"
     """layers with a window: the second, fourth ... layer, none or all"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `Gpt2Like`."""
         return replace(super().attention(), scale=1.0, bias=False)
 

@@ -11,10 +11,10 @@ from mesh_transformer.families.rotary import part_of_head
 from mesh_transformer.fields import Derived, Dims, Positive, Switch
 from mesh_transformer.spec import (
     TRANSPOSED,
-    Attention,
+    AttentionSpec,
     Decoder,
     Dense,
-    Norm,
+    NormSpec,
     Rotary,
     Tensor,
     parallel_norms,
@@ -65,8 +65,8 @@ class GptNeoXConfig(ModelConfig):
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        norm = Norm(eps=self.norm_eps)
-        attention = Attention(
+        norm = NormSpec(eps=self.norm_eps)
+        attention = AttentionSpec(
             heads=self.n_heads,
             kv_heads=self.n_heads,
             head_dim=self.d_head,

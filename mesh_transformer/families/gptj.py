@@ -9,7 +9,7 @@ from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.gpt2 import GPT2_DROPOUTS, GPT2_ROWS
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims
-from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Rotary, Split, Tensor, parallel
+from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Decoder, Dense, NormSpec, Rotary, Split, Tensor, parallel
 
 
 def _one_norm(value: object) -> object:
@@ -21,12 +21,12 @@ def _one_norm(value: object) -> object:
 
 
 NORMS = {
-    "layernorm": Norm(),
-    "layernorm-nobias": Norm(offset=False),
-    "rmsnorm": Norm(kind="length", offset=False),
-    "rmsnorm-bias": Norm(kind="length"),
-    "scalenorm": Norm(kind="length", offset=False, one_scale=True),
-    "scalenorm-bias": Norm(kind="length", one_scale=True),
+    "layernorm": NormSpec(),
+    "layernorm-nobias": NormSpec(offset=False),
+    "rmsnorm": NormSpec(kind="length", offset=False),
+    "rmsnorm-bias": NormSpec(kind="length"),
+    "scalenorm": NormSpec(kind="length", offset=False, one_scale=True),
+    "scalenorm-bias": NormSpec(kind="length", one_scale=True),
 }
 
 
@@ -89,7 +89,7 @@ class GptJConfig(ModelConfig):
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
         rotary = Rotary(dims=self.pe_rotary_dims, style="pairs", precision="float64")
-        attention = Attention(
+        attention = AttentionSpec(
             heads=self.n_heads,
             kv_heads=self.n_heads,
             head_dim=self.d_head,

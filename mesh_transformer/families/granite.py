@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import BiasedLlama
 from mesh_transformer.fields import Derived, Positive
-from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sequential
+from mesh_transformer.spec import AttentionMixer, AttentionSpec, Decoder, Layer, Mechanism, sequential
 
 
 class GraniteConfig(BiasedLlama):
@@ -37,11 +37,11 @@ class GraniteConfig(BiasedLlama):
     logit_divisor: Annotated[Positive, Hf("logits_scaling")] = 1.0
     """the logits are divided by this number"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), scale=self.attention_scale)
 
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+    def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""
         branches = sequential(self.norm(), attention, ff).branches
         return Layer(branches=tuple(replace(branch, scale=self.residual_scale) for branch in branches))

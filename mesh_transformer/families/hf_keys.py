@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import INT32_MAX, Derived, Group, marks
+from mesh_transformer.fields import INT32_MAX, ConfigGroup, Derived, marks
 
 # keys of config.json, from transformers or from tools around it, that do not affect the model
 _HARMLESS = re.compile(
@@ -196,7 +196,7 @@ class Only:
             raise UserError(f"{name} is {value!r:.60}: only {only}")
 
 
-class HfKeys(Group):
+class HfKeys(ConfigGroup):
     """The tables of a family's keys. A class that changes a table of the class that it extends repeats its rows."""
 
     HF_DEFAULTS: ClassVar[JsonObject] = {}

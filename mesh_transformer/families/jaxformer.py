@@ -9,7 +9,16 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import MOST_ROTARY_DIMS
 from mesh_transformer.families.experts import ExpertCounts
 from mesh_transformer.fields import Dims, Layers, Positive
-from mesh_transformer.spec import Decoder, Dense, Experts, JointLatentAttention, Norm, Rotary, Router, sequential
+from mesh_transformer.spec import (
+    Decoder,
+    Dense,
+    ExpertsSpec,
+    JointLatentAttentionSpec,
+    NormSpec,
+    Rotary,
+    RouterSpec,
+    sequential,
+)
 
 
 class JaxformerConfig(ExpertCounts):
@@ -47,8 +56,8 @@ class JaxformerConfig(ExpertCounts):
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        norm, ff = Norm(kind="rms", eps=self.norm_eps), Dense(d_ff=self.d_ff, activation="gelu_tanh")
-        attention = JointLatentAttention(
+        norm, ff = NormSpec(kind="rms", eps=self.norm_eps), Dense(d_ff=self.d_ff, activation="gelu_tanh")
+        attention = JointLatentAttentionSpec(
             heads=self.n_heads,
             q_rank=self.latent_dim,
             kv_rank=self.latent_dim,
@@ -57,12 +66,12 @@ class JaxformerConfig(ExpertCounts):
             # of the queries of all heads; the first position is 1
             positions=Rotary(dims=self.n_heads * self.rotary_dims, style="pairs", first=1),
         )
-        experts = Experts(
+        experts = ExpertsSpec(
             count=self.n_experts,
             d_ff=self.d_ff,
             d_ff_field="d_ff",
             activation="gelu_tanh",
-            router=Router(scores="sigmoid", chosen=self.experts_per_token, normalize=True, logit_bias=True),
+            router=RouterSpec(scores="sigmoid", chosen=self.experts_per_token, normalize=True, logit_bias=True),
             gated=False,
             bias=True,
         )

@@ -15,14 +15,14 @@ from mesh_transformer.fields import MOST_LAYERS, Derived, Heads, Positive, Switc
 from mesh_transformer.spec import (
     TRANSPOSED,
     Activation,
-    Attends,
-    Attention,
+    AttentionMixer,
+    AttentionSpec,
     Decoder,
     Dense,
-    Experts,
+    ExpertsSpec,
     Layer,
     Mechanism,
-    Norm,
+    NormSpec,
     Rotary,
     Tensor,
     sequential,
@@ -66,19 +66,21 @@ class LlamaLike(RotaryConfig):
             )
         return self
 
-    def norm(self) -> Norm:
+    def norm(self) -> NormSpec:
         """Every norm of the model."""
-        return Norm(kind="rms", eps=self.norm_eps, offset=False)
+        return NormSpec(kind="rms", eps=self.norm_eps, offset=False)
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """The attention of all layers, without a window."""
-        return Attention(heads=self.n_heads, kv_heads=self.n_kv_heads, head_dim=self.d_head, positions=self.rotary())
+        return AttentionSpec(
+            heads=self.n_heads, kv_heads=self.n_kv_heads, head_dim=self.d_head, positions=self.rotary()
+        )
 
     def ff(self) -> Dense:
         """The feed-forward of the dense layers."""
         return Dense(d_ff=self.d_ff, activation=self.ACTIVATION, gated=True, bias=False)
 
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+    def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """A layer with these mechanisms."""
         return sequential(self.norm(), attention, ff)
 
@@ -90,7 +92,7 @@ class LlamaLike(RotaryConfig):
         """The rotary encoding of each layer."""
         return [self.rotary()] * self.layers
 
-    def ffs(self) -> list[Dense | Experts]:
+    def ffs(self) -> list[Dense | ExpertsSpec]:
         """The feed-forward of each layer."""
         return [self.ff()] * self.layers
 
@@ -194,7 +196,7 @@ class BiasedLlama(LlamaLike):
     ff_bias: Annotated[Switch, Hf("mlp_bias")] = False
     """biases on the matrices of the feed-forward layer"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
 

@@ -7,7 +7,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import WithExperts
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.rotary import PartlyRotary
-from mesh_transformer.spec import Attention, Router
+from mesh_transformer.spec import AttentionSpec, RouterSpec
 
 # in MiniMax's earlier models, factors of what a branch of a layer adds
 _FACTORS = ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
@@ -57,11 +57,11 @@ class MiniMaxM2Config(WithExperts, PartlyRotary):
     family: Literal["minimax_m2"] = "minimax_m2"
     """model family: a file in mesh_transformer/families"""
 
-    def router(self) -> Router:
+    def router(self) -> RouterSpec:
         """See `WithExperts`."""
         return replace(super().router(), scores="sigmoid", bias=True)
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), qk_norm=self.norm(), qk_norm_whole=True)
 

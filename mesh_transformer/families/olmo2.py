@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import Attends, Attention, Layer, Mechanism, post
+from mesh_transformer.spec import AttentionMixer, AttentionSpec, Layer, Mechanism, post
 
 
 class Olmo2Like(LlamaLike):
@@ -27,12 +27,12 @@ class Olmo2Like(LlamaLike):
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         bias = self.attention_bias
         return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm(), qk_norm_whole=True)
 
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+    def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""
         return post(self.norm(), attention, ff)
 

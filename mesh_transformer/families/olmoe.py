@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.experts import WithExperts
 from mesh_transformer.families.hf_keys import Hf, JsonObject
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import Attention, Router
+from mesh_transformer.spec import AttentionSpec, RouterSpec
 
 
 class OlmoeConfig(WithExperts):
@@ -36,11 +36,11 @@ class OlmoeConfig(WithExperts):
     clip_qkv: Annotated[Positive | None, Hf("clip_qkv")] = None
     """largest absolute value of q, k and v, which are cut there; absent: no limit"""
 
-    def router(self) -> Router:
+    def router(self) -> RouterSpec:
         """See `WithExperts`."""
         return replace(super().router(), normalize=self.router_normalize)
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(
             super().attention(),

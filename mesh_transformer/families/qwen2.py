@@ -9,7 +9,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import CountOrZero, Tokens, Unit
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 
 
 class QwenLike(LlamaLike):
@@ -85,6 +85,6 @@ class Qwen2Config(QwenLike):
     family: Literal["qwen2"] = "qwen2"
     """model family: a file in mesh_transformer/families"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=True)

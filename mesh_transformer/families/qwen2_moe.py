@@ -7,7 +7,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import SomeDense
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims
-from mesh_transformer.spec import Attention, Dense, Experts
+from mesh_transformer.spec import AttentionSpec, Dense, ExpertsSpec
 
 
 class QwenExperts(SomeDense):
@@ -69,11 +69,11 @@ class Qwen2MoeConfig(QwenExperts):
     """hidden width of the expert that all tokens go through, in addition to the experts that the router chooses;
     divisible by mesh.tp"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=True)
 
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertsSpec:
         """See `WithExperts`."""
         shared = Dense(
             d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.qwen2 import QwenLike
 from mesh_transformer.fields import Switch
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 
 
 class Qwen3Config(QwenLike):
@@ -21,7 +21,7 @@ class Qwen3Config(QwenLike):
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         bias = self.attention_bias
         return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm())

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.qwen2_moe import QwenExperts
 from mesh_transformer.fields import Switch
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 
 
 class Qwen3MoeConfig(QwenExperts):
@@ -31,7 +31,7 @@ class Qwen3MoeConfig(QwenExperts):
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         bias = self.attention_bias
         return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm())

@@ -7,7 +7,7 @@ from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, Activati
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.mistral import MistralLike
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import TRANSPOSED, Attention, Dense, Norm, Tensor
+from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Dense, NormSpec, Tensor
 
 # the matrices of the feed-forward layer, ours and theirs
 _MATRICES = {"in": "c_fc", "out": "c_proj"}
@@ -52,11 +52,11 @@ class Starcoder2Config(MistralLike):
     tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = True
     """the head uses the token embeddings as its weights"""
 
-    def norm(self) -> Norm:
+    def norm(self) -> NormSpec:
         """See `LlamaLike`."""
-        return Norm(eps=self.norm_eps)
+        return NormSpec(eps=self.norm_eps)
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.bias, out_bias=self.bias)
 

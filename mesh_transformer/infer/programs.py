@@ -17,7 +17,7 @@ from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_l
 from mesh_transformer.models.modules import at_position
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import KVCache
-from mesh_transformer.ops.attend.late import LateView
+from mesh_transformer.ops.attend.late import DeferredWriteView
 from mesh_transformer.ops.attend.storage import storage
 from mesh_transformer.parallel.sharding import Params, constrain, use
 
@@ -215,7 +215,7 @@ class SlotPrograms:
             i, slots, drawn = carry
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
             before = slots.cache.view(slots_B, length, write=live_B)
-            view = LateView.of(before, start_B) if stored.late else before
+            view = DeferredWriteView.of(before, start_B) if stored.late else before
             tokens_BT, positions_BT = slots.token_N[rows_B][:, None], None
             if copies > 1:
                 tokens_BT, positions_BT = (jnp.repeat(x, copies, axis=1) for x in (tokens_BT, start_B[:, None]))

@@ -1,13 +1,11 @@
 """The model that any family describes, in Haiku: modules, stack of layers, head and placement on a mesh; and a model of
 one's own. docs/library.md describes the names here."""
 
-from mesh_transformer.models.attention import SelfAttention
+from mesh_transformer.models.attention import Attention
 from mesh_transformer.models.haiku_model import HaikuModel
 from mesh_transformer.models.modules import Context, Embedding, Linear, Norm, OutputBias, columns
 from mesh_transformer.models.stack import Stream
-from mesh_transformer.spec import Attention as AttentionSpec
-from mesh_transformer.spec import Norm as NormSpec
-from mesh_transformer.spec import Router as RouterSpec
+from mesh_transformer.spec import AttentionSpec, NormSpec, RouterSpec
 
 __all__ = [
     "AttentionSpec",
@@ -19,7 +17,7 @@ __all__ = [
     "NormSpec",
     "OutputBias",
     "RouterSpec",
-    "SelfAttention",
+    "Attention",
     "Stream",
     "columns",
 ]

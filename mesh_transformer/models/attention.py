@@ -22,12 +22,12 @@ from mesh_transformer.ops.positions import ENCODINGS, Rotation, rotate
 from mesh_transformer.parallel.sharding import constrain
 
 
-class SelfAttention:
-    """The core of self-attention (`spec.Attention`). It gets q (B, T or 1, H K), k and v (B, T, J K) after their
+class Attention:
+    """The core of self-attention (`spec.AttentionSpec`). It gets q (B, T or 1, H K), k and v (B, T, J K) after their
     projections `inputs`, and returns the input of the projection `out`, (B, T or 1, H K). The products of further
-    `maps` in a subclass of `spec.Attention` follow v."""
+    `maps` in a subclass of `spec.AttentionSpec` follow v."""
 
-    def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
+    def __init__(self, attention: spec.AttentionSpec, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
         arrays = spec.with_outputs(a.arrays(d_model), out_stddev)
         # all modules in one scope: Haiku would number a second scope of the same name
@@ -70,7 +70,7 @@ class SelfAttention:
 
 
 class FromLatents:
-    """Attention to keys and values that are made of latents (`spec.FromLatents`), given queries and latents.
+    """Attention to keys and values that are made of latents (`spec.FromLatentsSpec`), given queries and latents.
 
     Whole sequences attend to keys and values of all heads, which are made from the latents. The cache holds the latents
     with the rotated keys. Few queries attend to these as to one head of keys and values that all heads share
@@ -79,7 +79,7 @@ class FromLatents:
     are made from the cache (`_makes_keys`).
     """
 
-    def __init__(self, attention: spec.FromLatents, arrays: spec.Arrays):
+    def __init__(self, attention: spec.FromLatentsSpec, arrays: spec.Arrays):
         self.latents = attention
         self.kv_b = HeadMatrices(spec.inside("kv_b", arrays), name="kv_b")
         self.out = Linear.of(arrays, "o")
@@ -118,7 +118,7 @@ class FromLatents:
         window: jax.Array | int | None,
     ) -> jax.Array:
         """Attention to a cache of latents, (B, T or 1, H, V). `entry` (B, T, 1, R + rotary dims) is added to it."""
-        held = [part for (part,) in attend.hold(entry)]
+        held = [part for (part,) in attend.update(entry)]
         if self._makes_keys(q_pass.shape[1], sum(part.shape[2] for part in held)):
             q = jnp.concatenate([q_pass, q_rotated], axis=-1)
             return attend.attend(q, [self._keys_and_values(part) for part in held], scale=self._scale, window=window)
@@ -162,11 +162,11 @@ class FromLatents:
 
 
 class LatentAttention(FromLatents):
-    """The core of multi-head latent attention (`spec.LatentAttention`). It gets the products of `inputs`: q (B, T or 1,
-    H K) or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims). It returns the
-    input of `out`, (B, T or 1, H V)."""
+    """The core of multi-head latent attention (`spec.LatentAttentionSpec`). It gets the products of `inputs`: q (B, T
+    or 1, H K) or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims). It returns
+    the input of `out`, (B, T or 1, H V)."""
 
-    def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
+    def __init__(self, attention: spec.LatentAttentionSpec, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
         arrays = spec.with_outputs(a.arrays(d_model), out_stddev)
         with hk.name_scope(name):
@@ -198,11 +198,11 @@ class LatentAttention(FromLatents):
 
 
 class JointLatentAttention(FromLatents):
-    """The core of JAXformer's latent attention (`spec.JointLatentAttention`). It gets the products of `inputs`, which
-    are the latent of q and the latent of keys and values, (B, T, R) each. It returns the input of `out`, (B, T or 1,
-    H V)."""
+    """The core of JAXformer's latent attention (`spec.JointLatentAttentionSpec`). It gets the products of `inputs`,
+    which are the latent of q and the latent of keys and values, (B, T, R) each. It returns the input of `out`, (B, T or
+    1, H V)."""
 
-    def __init__(self, attention: spec.JointLatentAttention, d_model: int, out_stddev: float, name: str):
+    def __init__(self, attention: spec.JointLatentAttentionSpec, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
         arrays = spec.with_outputs(a.arrays(d_model), out_stddev)
         with hk.name_scope(name):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh_transformer import spec
-from mesh_transformer.models.attention import JointLatentAttention, LatentAttention, SelfAttention
+from mesh_transformer.models.attention import Attention, JointLatentAttention, LatentAttention
 from mesh_transformer.models.feed_forward import Experts, FeedForward
 from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, at_position, columns
 from mesh_transformer.models.stack import Means, row_of
@@ -56,11 +56,11 @@ class BlockModule(Protocol):
 
 
 MODULES: dict[type[spec.Mechanism], Callable[[Any, int, float, str], BlockModule]] = {
-    spec.Attention: SelfAttention,
-    spec.LatentAttention: LatentAttention,
-    spec.JointLatentAttention: JointLatentAttention,
+    spec.AttentionSpec: Attention,
+    spec.LatentAttentionSpec: LatentAttention,
+    spec.JointLatentAttentionSpec: JointLatentAttention,
     spec.Dense: FeedForward,
-    spec.Experts: Experts,
+    spec.ExpertsSpec: Experts,
 }
 """(mechanism, residual width, standard deviation of the output's matrix, name) -> its module."""
 
@@ -215,5 +215,5 @@ def _branch(
     return y_BTD
 
 
-def _norm(norm: spec.Norm, name: str, x_BTD: jax.Array) -> jax.Array:
+def _norm(norm: spec.NormSpec, name: str, x_BTD: jax.Array) -> jax.Array:
     return constrain(Norm(norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")

@@ -85,9 +85,10 @@ class Router(hk.Module):
 
 
 class Experts:
-    """Routed experts, with the experts that all tokens share (`spec.Experts`): (B, T, D) -> (B, T, D), and `Means`."""
+    """Routed experts, with the experts that all tokens share (`spec.ExpertsSpec`): (B, T, D) -> (B, T, D), and
+    `Means`."""
 
-    def __init__(self, experts: spec.Experts, d_model: int, out_stddev: float, name: str):
+    def __init__(self, experts: spec.ExpertsSpec, d_model: int, out_stddev: float, name: str):
         self.experts, self.name = experts, name
         self.inputs: Sequence[Linear] = ()
         self.keys: Sequence[Linear] = ()

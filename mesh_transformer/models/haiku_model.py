@@ -29,7 +29,8 @@ class HaikuModel:
     embedding: Callable[[Batch], jax.Array]
     """Microbatch -> x."""
     block: Callable[[jax.Array], jax.Array | tuple[jax.Array, Means]]
-    """One layer: x -> x, or x and named means over its tokens for `Parts.layer_loss` and `Parts.metrics`."""
+    """One layer: x -> x, or x and named means over its tokens for `ModelFunctions.layer_loss` and
+    `ModelFunctions.metrics`."""
     head: Callable[[jax.Array, Batch], tuple[jax.Array, Results]]
     """(x, microbatch) -> a float32 scalar, a sum over rows or positions; and results for the metrics, or None."""
     layers: int
@@ -55,16 +56,16 @@ class HaikuModel:
         return {"embed": self._stage_axes["embed"], "blocks": blocks, "head": self._stage_axes["head"]}
 
     def embed(self, params: Params, batch: Batch) -> Stream:
-        """`Parts.embed`."""
+        """`ModelFunctions.embed`."""
         return Stream(self._embed.apply(gather_weights(params, self._stage_axes["embed"]), None, batch))
 
     def layer(self, params: Block, stream: Stream, own: None = None) -> tuple[jax.Array, Means]:
-        """`Parts.layer`."""
+        """`ModelFunctions.layer`."""
         outputs = self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD)
         return outputs if isinstance(outputs, tuple) else (outputs, {})
 
     def loss(self, params: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, Results]:
-        """`Parts.loss`, from the parameters of the whole model."""
+        """`ModelFunctions.loss`, from the parameters of the whole model."""
         return self._head.apply(gather_weights(params["head"], self._stage_axes["head"]), None, x, batch)
 
     @functools.cached_property

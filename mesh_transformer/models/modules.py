@@ -174,9 +174,9 @@ _NORMS: dict[str, Callable[[jax.Array, float], jax.Array]] = {"layer": _layer, "
 
 
 class Norm(hk.Module):
-    """A normalization (`spec.Norm`): (..., D) -> (..., D) of x's dtype, computed in float32; `axis` names D."""
+    """A normalization (`spec.NormSpec`): (..., D) -> (..., D) of x's dtype, computed in float32; `axis` names D."""
 
-    def __init__(self, norm: spec.Norm, name: str, axis: str | None = "embed"):
+    def __init__(self, norm: spec.NormSpec, name: str, axis: str | None = "embed"):
         super().__init__(name)
         self.norm, self.axis = norm, axis
 

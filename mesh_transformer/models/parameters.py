@@ -23,7 +23,7 @@ from mesh_transformer.config import ComputeConfig
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
 from mesh_transformer.parallel.sharding import Axes, Block, Params
-from mesh_transformer.spec import Arrays, Decoder, Layer, Run, in_run
+from mesh_transformer.spec import Arrays, Decoder, Layer, LayerGroup, in_run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Parameters:
             "head": _drawn(self.decoder.head_arrays, head_key),
         }
 
-    def _init_run(self, run: Run[Layer], keys: jax.Array) -> Block:
+    def _init_run(self, run: LayerGroup[Layer], keys: jax.Array) -> Block:
         stacks: dict[str, list[tuple[list[int], Params]]] = {}
         for kind in dict.fromkeys(run.period):
             layers = [number for number, other in enumerate(run.kinds) if other is kind]
@@ -88,10 +88,10 @@ class Parameters:
         }
 
     @functools.cached_property
-    def runs(self) -> tuple[Run[Kind], ...]:
+    def runs(self) -> tuple[LayerGroup[Kind], ...]:
         """The layers by their kinds. `Kind.layer` is the specification of a layer."""
         kinds = {kind: Kind(kind, tuple(modules)) for kind, modules in self.stage_axes["blocks"].items()}
-        return tuple(Run(tuple(kinds[kind] for kind in run.period), run.repeats) for run in self.decoder.runs)
+        return tuple(LayerGroup(tuple(kinds[kind] for kind in run.period), run.repeats) for run in self.decoder.runs)
 
     @property
     def rows_by_layer(self) -> list[dict[str, tuple[str, int]]]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh_transformer.parallel.sharding import Block, Tree
-from mesh_transformer.spec import Run, in_run, neighbours, runs_of, starts
+from mesh_transformer.spec import LayerGroup, in_run, neighbours, runs_of, starts
 
 # The name of the loop over layers in the op_name of compiled programs and in profiles.
 LAYER_LOOP = "blocks"
@@ -53,14 +53,15 @@ class Kind(NamedTuple):
     """Layers that have the same modules and that one function computes."""
 
     layer: Any
-    """The computation of one of these layers. In `Parameters.runs`: its specification. In `Parts.runs`: a function with
-    the signature of `Parts.layer`, or None for `Parts.layer`. In `by_row`: a pair of one of these and a key."""
+    """The computation of one of these layers. In `Parameters.runs`: its specification. In `ModelFunctions.runs`: a
+    function with the signature of `ModelFunctions.layer`, or None for `ModelFunctions.layer`. In `by_row`: a pair of
+    one of these and a key."""
     modules: tuple[str, ...] | None = None
     """The modules of "blocks" that they have, or None for all modules. They are in order: the processes of a mesh must
     trace one program, and the order of a set of strings differs between processes."""
 
 
-Runs = Sequence[Run[Kind]]
+Runs = Sequence[LayerGroup[Kind]]
 Outputs = tuple[Any, Means]
 """(arrays or None, named means): the outputs of layers beside the carry. All layers have the same arrays; only some
 kinds of layers have means."""
@@ -84,7 +85,7 @@ def joined_runs(parts: Sequence[Block]) -> Block:
     return {in_run(name, i, len(parts)): leaves for i, part in enumerate(parts) for name, leaves in part.items()}
 
 
-def rows_by_run(rows: Rows, runs: Sequence[Run[Any]]) -> list[Rows]:
+def rows_by_run(rows: Rows, runs: Sequence[LayerGroup[Any]]) -> list[Rows]:
     """Arrays with a row for each layer, cut into runs."""
     if len(runs) == 1:
         return [rows]
@@ -110,7 +111,7 @@ def over_layers(
 
 
 def over_run(
-    run: Run[Kind],
+    run: LayerGroup[Kind],
     layer: LayerFunction[Carry],
     carry: Carry,
     blocks: Block,

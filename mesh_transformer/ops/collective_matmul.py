@@ -1,8 +1,8 @@
 """Matrix products of a group of devices that split the positions of the residual stream, and the matrices.
 
-`Group.gather_matmul` multiplies the positions of all devices by a device's columns. `Group.matmul_scatter` multiplies a
-device's rows and leaves each device the sum at its own positions. Each computes the other's gradient. The backward pass
-gathers what it needs again: only the split arrays are kept.
+`AxisDevices.gather_matmul` multiplies the positions of all devices by a device's columns. `AxisDevices.matmul_scatter`
+multiplies a device's rows and leaves each device the sum at its own positions. Each computes the other's gradient. The
+backward pass gathers what it needs again: only the split arrays are kept.
 
 The devices communicate in one collective before or after the products. Or, with `Partition.overlap_tp`, they form a
 ring: in each step a chunk of the positions, or the sum of one so far, goes to the next device while another is
@@ -33,7 +33,7 @@ POSITIONS = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Group:
+class AxisDevices:
     """The devices along one mesh axis."""
 
     partition: Partition
@@ -45,7 +45,7 @@ class Group:
     seq: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, partition: Partition, axis: str, gradient: Callable[[jax.Array, jax.Array], jax.Array]) -> Group:
+    def of(cls, partition: Partition, axis: str, gradient: Callable[[jax.Array, jax.Array], jax.Array]) -> AxisDevices:
         """The devices along `axis`, which is `Partition.residual_axis`."""
         # read here: inside of `map` these axes split nothing
         batch, seq = (
@@ -141,7 +141,7 @@ class Group:
         return jax.lax.pcast(empty, self._axes, to="varying")
 
 
-def gather_products(group: Group, x: jax.Array, ws: Arrays) -> tuple[list[jax.Array], jax.Array]:
+def gather_products(group: AxisDevices, x: jax.Array, ws: Arrays) -> tuple[list[jax.Array], jax.Array]:
     """On a device, x (B, C, t, D): the products of all positions (B, C, T, D) with each w (D, f), and these
     positions."""
     if not group.partition.overlap_tp:
@@ -156,7 +156,7 @@ def gather_products(group: Group, x: jax.Array, ws: Arrays) -> tuple[list[jax.Ar
     return ys, gathered
 
 
-def scatter_products(group: Group, xs: Arrays, ws: Arrays) -> jax.Array:
+def scatter_products(group: AxisDevices, xs: Arrays, ws: Arrays) -> jax.Array:
     """On a device, each x (B, C, T, f): the sum of the products with w (f, D) over all devices, at its own positions
     (B, C, t, D)."""
     if not group.partition.overlap_tp:
@@ -172,7 +172,7 @@ def scatter_products(group: Group, xs: Arrays, ws: Arrays) -> jax.Array:
     return group.sum_chunks(partial)
 
 
-def _scattered_sum(group: Group, y: jax.Array) -> jax.Array:
+def _scattered_sum(group: AxisDevices, y: jax.Array) -> jax.Array:
     scatter = functools.partial(jax.lax.psum_scatter, axis_name=group.axis, scatter_dimension=POSITIONS, tiled=True)
     return _on_cpu_in_float32(scatter, y)
 
@@ -196,24 +196,28 @@ def _sum_of_products(xs: Arrays, ws: Arrays) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_matmul(group: Group, x_BTD: jax.Array, ws_DF: Arrays) -> Arrays:
-    """See `Group`."""
+def gather_matmul(group: AxisDevices, x_BTD: jax.Array, ws_DF: Arrays) -> Arrays:
+    """See `AxisDevices`."""
 
-    def products(group: Group, x: jax.Array, ws: Arrays) -> list[jax.Array]:
+    def products(group: AxisDevices, x: jax.Array, ws: Arrays) -> list[jax.Array]:
         return gather_products(group, x, ws)[0]
 
     run = group.map(products, (group.positions, P(None, group.axis)), group.columns)
     return [_joined(y) for y in run(group.parts(x_BTD), list(ws_DF))]
 
 
-def _gather_matmul_forward(group: Group, x_BTD: jax.Array, ws_DF: Arrays) -> tuple[Arrays, tuple[jax.Array, Arrays]]:
+def _gather_matmul_forward(
+    group: AxisDevices, x_BTD: jax.Array, ws_DF: Arrays
+) -> tuple[Arrays, tuple[jax.Array, Arrays]]:
     return gather_matmul(group, x_BTD, ws_DF), (x_BTD, ws_DF)
 
 
-def _gather_matmul_backward(group: Group, saved: tuple[jax.Array, Arrays], dys_BTF: Arrays) -> tuple[jax.Array, Arrays]:
+def _gather_matmul_backward(
+    group: AxisDevices, saved: tuple[jax.Array, Arrays], dys_BTF: Arrays
+) -> tuple[jax.Array, Arrays]:
     x_BTD, ws_DF = saved
 
-    def gradients(group: Group, x: jax.Array, ws: Arrays, dys: Arrays) -> tuple[jax.Array, Arrays]:
+    def gradients(group: AxisDevices, x: jax.Array, ws: Arrays, dys: Arrays) -> tuple[jax.Array, Arrays]:
         _, gathered = gather_products(group, x, [])
         dx = scatter_products(group, dys, [w.T for w in ws])
         return dx, [group.weight_gradient(gathered, dy) for dy in dys]
@@ -228,20 +232,24 @@ gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul_scatter(group: Group, xs_BTF: Arrays, ws_FD: Arrays) -> jax.Array:
-    """See `Group`."""
+def matmul_scatter(group: AxisDevices, xs_BTF: Arrays, ws_FD: Arrays) -> jax.Array:
+    """See `AxisDevices`."""
     run = group.map(scatter_products, (group.columns, P(group.axis)), group.positions)
     return _joined(run([group.parts(x) for x in xs_BTF], list(ws_FD)))
 
 
-def _matmul_scatter_forward(group: Group, xs_BTF: Arrays, ws_FD: Arrays) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
+def _matmul_scatter_forward(
+    group: AxisDevices, xs_BTF: Arrays, ws_FD: Arrays
+) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
     return matmul_scatter(group, xs_BTF, ws_FD), (xs_BTF, ws_FD)
 
 
-def _matmul_scatter_backward(group: Group, saved: tuple[Arrays, Arrays], dy_BTD: jax.Array) -> tuple[Arrays, Arrays]:
+def _matmul_scatter_backward(
+    group: AxisDevices, saved: tuple[Arrays, Arrays], dy_BTD: jax.Array
+) -> tuple[Arrays, Arrays]:
     xs_BTF, ws_FD = saved
 
-    def gradients(group: Group, xs: Arrays, ws: Arrays, dy: jax.Array) -> tuple[Arrays, Arrays]:
+    def gradients(group: AxisDevices, xs: Arrays, ws: Arrays, dy: jax.Array) -> tuple[Arrays, Arrays]:
         dxs, gathered = gather_products(group, dy, [w.T for w in ws])
         return dxs, [group.weight_gradient(x, gathered) for x in xs]
 

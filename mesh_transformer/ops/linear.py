@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain
 
 if TYPE_CHECKING:
-    from mesh_transformer.ops.collective_matmul import Group
+    from mesh_transformer.ops.collective_matmul import AxisDevices
 
 
 class StoredMatrix(abc.ABC):
@@ -259,11 +259,11 @@ def row(xs_BTF: Sequence[jax.Array], ws_FD: Sequence[Matrix]) -> jax.Array:
     return group.matmul_scatter(xs_BTF, cast(Sequence[jax.Array], ws_FD))
 
 
-def _group() -> Group | None:
+def _group() -> AxisDevices | None:
     """The devices that split the matrices and the positions of the residual stream; None if no devices do."""
     partition = active()
     if partition is None or partition.residual_axis is None:
         return None
-    from mesh_transformer.ops.collective_matmul import Group
+    from mesh_transformer.ops.collective_matmul import AxisDevices
 
-    return Group.of(partition, partition.residual_axis, weight_gradient)
+    return AxisDevices.of(partition, partition.residual_axis, weight_gradient)

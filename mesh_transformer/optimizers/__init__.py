@@ -4,7 +4,7 @@ from mesh_transformer.optimizers import adafactor, adam, lion
 from mesh_transformer.optimizers.base import OptimizerConfig
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    "adam": adam.Config,
-    "lion": lion.Config,
-    "adafactor": adafactor.Config,
+    "adam": adam.AdamConfig,
+    "lion": lion.LionConfig,
+    "adafactor": adafactor.AdafactorConfig,
 }

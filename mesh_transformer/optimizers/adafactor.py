@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Arrays = tuple[Array, ...]
 
 
-class Config(OptimizerConfig):
+class AdafactorConfig(OptimizerConfig):
     """Adafactor: one average for each row and each column of a matrix, and one for each element of other parameters."""
 
     name: Literal["adafactor"] = "adafactor"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import optax
 
 
-class Config(OptimizerConfig):
+class AdamConfig(OptimizerConfig):
     """Adam: two moments for each element of a parameter."""
 
     name: Literal["adam"] = "adam"

@@ -12,8 +12,8 @@ from annotated_types import Le
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Count, Derived, Fraction, Group, NonNegative, Positive, Steps, Unit
-from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES, Decay, Rates
+from mesh_transformer.fields import ConfigGroup, Count, Derived, Fraction, NonNegative, Positive, Steps, Unit
+from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES, Decay, ScheduleFields
 from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Slot = Callable[[Axes, tuple[int, ...]], Axes]
 MomentsDtype = Literal["float32", "bfloat16"]
 
 
-class OptimizerConfig(Group):
+class OptimizerConfig(ConfigGroup):
     """The optimizer, its schedule and the loss."""
 
     name: str
@@ -98,11 +98,11 @@ class OptimizerConfig(Group):
         return {name: value for name, value in serialize(self).items() if name not in unread}
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ScheduleFields:
         """The fields that the schedule reads."""
         decay_steps = self.total_steps / 10 if self.decay_steps is None else self.decay_steps
         rates = self.lr, self.end_lr, self.warmup_steps, self.anneal_steps, self.total_steps, decay_steps
-        return Rates(*rates, self.decay)
+        return ScheduleFields(*rates, self.decay)
 
     @property
     def slots(self) -> dict[str, Slot]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import optax
 
 
-class Config(OptimizerConfig):
+class LionConfig(OptimizerConfig):
     """Lion: one moment for each element of a parameter."""
 
     name: Literal["lion"] = "lion"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Decay = Literal["linear", "sqrt"]
 
 
-class Rates(NamedTuple):
+class ScheduleFields(NamedTuple):
     """The fields of `OptimizerConfig` that a schedule may read."""
 
     lr: float
@@ -26,10 +26,10 @@ class Rates(NamedTuple):
     decay: Decay
 
 
-class Schedule(NamedTuple):
+class LearningRateSchedule(NamedTuple):
     """The learning rate after the warm-up."""
 
-    below: Callable[[Rates, jax.Array], jax.Array | float]
+    below: Callable[[ScheduleFields, jax.Array], jax.Array | float]
     """(fields, float32 step) -> by how much the learning rate is below lr, float32."""
     reads: frozenset[str] = frozenset()
     """The names of `FIELDS` that it reads."""
@@ -39,7 +39,7 @@ FIELDS = frozenset({"end_lr", "anneal_steps", "decay_steps", "decay"})
 """The fields that some schedules do not read."""
 
 
-def learning_rate(schedule: Schedule, rates: Rates, step: jax.Array) -> jax.Array:
+def learning_rate(schedule: LearningRateSchedule, rates: ScheduleFields, step: jax.Array) -> jax.Array:
     """The learning rate after `step` updates, float32."""
     import jax.numpy as jnp
 
@@ -48,7 +48,7 @@ def learning_rate(schedule: Schedule, rates: Rates, step: jax.Array) -> jax.Arra
     return jnp.asarray(warmup * rates.lr - schedule.below(rates, step), jnp.float32)
 
 
-def _cosine(rates: Rates, step: jax.Array) -> jax.Array:
+def _cosine(rates: ScheduleFields, step: jax.Array) -> jax.Array:
     """From lr to end_lr over anneal_steps, as half a period of a cosine (Loshchilov and Hutter 2017,
     arXiv:1608.03983)."""
     import jax.numpy as jnp
@@ -56,16 +56,16 @@ def _cosine(rates: Rates, step: jax.Array) -> jax.Array:
     return (rates.lr - rates.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * _annealed(rates, step)))
 
 
-def _linear(rates: Rates, step: jax.Array) -> jax.Array:
+def _linear(rates: ScheduleFields, step: jax.Array) -> jax.Array:
     """From lr to end_lr over anneal_steps."""
     return (rates.lr - rates.end_lr) * _annealed(rates, step)
 
 
-def _constant(rates: Rates, step: jax.Array) -> float:
+def _constant(rates: ScheduleFields, step: jax.Array) -> float:
     return 0.0
 
 
-def _wsd(rates: Rates, step: jax.Array) -> jax.Array:
+def _wsd(rates: ScheduleFields, step: jax.Array) -> jax.Array:
     """Warm-up, stable, decay: lr, and over the last steps of the run down to end_lr (Hu et al. 2024, arXiv:2404.06395).
 
     The decay by a square root is from Hägele et al. 2024, arXiv:2405.18392.
@@ -76,7 +76,7 @@ def _wsd(rates: Rates, step: jax.Array) -> jax.Array:
     return (rates.lr - rates.end_lr) * (jnp.sqrt(decayed) if rates.decay == "sqrt" else decayed)
 
 
-def _annealed(rates: Rates, step: jax.Array) -> jax.Array:
+def _annealed(rates: ScheduleFields, step: jax.Array) -> jax.Array:
     """The share of anneal_steps, after the warm-up, that is over."""
     import jax.numpy as jnp
 
@@ -84,9 +84,9 @@ def _annealed(rates: Rates, step: jax.Array) -> jax.Array:
 
 
 SCHEDULES = {
-    "cosine": Schedule(_cosine, frozenset({"end_lr", "anneal_steps"})),
-    "linear": Schedule(_linear, frozenset({"end_lr", "anneal_steps"})),
-    "constant": Schedule(_constant),
-    "wsd": Schedule(_wsd, frozenset({"end_lr", "decay_steps", "decay"})),
+    "cosine": LearningRateSchedule(_cosine, frozenset({"end_lr", "anneal_steps"})),
+    "linear": LearningRateSchedule(_linear, frozenset({"end_lr", "anneal_steps"})),
+    "constant": LearningRateSchedule(_constant),
+    "wsd": LearningRateSchedule(_wsd, frozenset({"end_lr", "decay_steps", "decay"})),
 }
 """By the value of `optimizer.schedule`."""

@@ -96,7 +96,7 @@ class Ticks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class PipelineStages:
     """The stages of a partition, for code inside of `run`.
 
     For the loss they take equal shares of an array's dimension `place`, which is named `shared`.

@@ -96,7 +96,7 @@ def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, req
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:
     """Add --input, --column and --on-error: documents to read (dataset/inputs.py)."""
-    from mesh_transformer.dataset.options import Options
+    from mesh_transformer.dataset.options import PrepareOptions
 
     add = parser.add_argument
     add(
@@ -114,7 +114,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
         choices=["skip", "stop"],
         help="what to do at a place that is not a document: count and skip it, or stop (default: %(default)s)",
     )
-    parser.set_defaults(column=Options.column, on_error=Options.on_error)
+    parser.set_defaults(column=PrepareOptions.column, on_error=PrepareOptions.on_error)
 
 
 def checkpoint_path(text: str) -> str:

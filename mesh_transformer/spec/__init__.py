@@ -12,24 +12,29 @@ from mesh_transformer.spec.arrays import (
     matrix,
     with_outputs,
 )
-from mesh_transformer.spec.attention import Attention, FromLatents, JointLatentAttention, LatentAttention
+from mesh_transformer.spec.attention import (
+    AttentionSpec,
+    FromLatentsSpec,
+    JointLatentAttentionSpec,
+    LatentAttentionSpec,
+)
 from mesh_transformer.spec.decoder import T5_BUCKETS, Decoder
-from mesh_transformer.spec.feed_forward import Activation, Dense, Experts, Router
+from mesh_transformer.spec.feed_forward import Activation, Dense, ExpertsSpec, RouterSpec
 from mesh_transformer.spec.layer import (
     Branch,
     Layer,
-    Part,
     Reading,
+    Sublayer,
     parallel,
     parallel_norms,
     post,
     sandwich,
     sequential,
 )
-from mesh_transformer.spec.mechanism import Attends, CacheEntry, Mechanism, Numbers, PositionEncoding
-from mesh_transformer.spec.norm import Norm
+from mesh_transformer.spec.mechanism import AttentionMixer, CacheEntry, Mechanism, PerLayer, PositionEncoding
+from mesh_transformer.spec.norm import NormSpec
 from mesh_transformer.spec.rotary import Rotary, Scaling
-from mesh_transformer.spec.runs import Run, in_run, neighbours, runs_of, shared_run, starts
+from mesh_transformer.spec.runs import LayerGroup, in_run, neighbours, runs_of, shared_run, starts
 from mesh_transformer.spec.tensors import TRANSPOSED, Split, Tensor, by_stack
 
 __all__ = [
@@ -39,28 +44,28 @@ __all__ = [
     "Alibi",
     "Array",
     "Arrays",
-    "Attends",
-    "Attention",
+    "AttentionMixer",
+    "AttentionSpec",
     "Axes",
     "AxesTree",
     "Branch",
     "CacheEntry",
     "Decoder",
     "Dense",
-    "Experts",
-    "FromLatents",
-    "JointLatentAttention",
-    "LatentAttention",
+    "ExpertsSpec",
+    "FromLatentsSpec",
+    "JointLatentAttentionSpec",
+    "LatentAttentionSpec",
     "Layer",
     "Mechanism",
-    "Norm",
-    "Numbers",
-    "Part",
+    "NormSpec",
+    "PerLayer",
+    "Sublayer",
     "Reading",
     "PositionEncoding",
     "Rotary",
-    "Router",
-    "Run",
+    "RouterSpec",
+    "LayerGroup",
     "Scaling",
     "Split",
     "Tensor",

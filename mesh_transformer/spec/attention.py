@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from mesh_transformer.spec.arrays import Array, Arrays, below, linear, matrix
-from mesh_transformer.spec.mechanism import Attends, CacheEntry
-from mesh_transformer.spec.norm import Norm
+from mesh_transformer.spec.mechanism import AttentionMixer, CacheEntry
+from mesh_transformer.spec.norm import NormSpec
 from mesh_transformer.spec.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Attends):
+class AttentionSpec(AttentionMixer):
     """Attention with `kv_heads` keys and values: heads / kv_heads queries share one (Ainslie et al. 2023,
     arXiv:2305.13245).
 
@@ -22,7 +22,7 @@ class Attention(Attends):
     head_dim: int
     bias: bool = False
     out_bias: bool = False
-    qk_norm: Norm | None = None
+    qk_norm: NormSpec | None = None
     qk_norm_whole: bool = False
     clip: float | None = None
     # the scaled products become softcap * tanh(products / softcap)
@@ -35,7 +35,7 @@ class Attention(Attends):
 
     @property
     def keys_and_values(self) -> tuple[CacheEntry, CacheEntry]:
-        """See `Attends`."""
+        """See `AttentionMixer`."""
         added = 0 if self.positions is None else self.positions.added_dims
         key, value = (CacheEntry(self.kv_name, self.kv_heads, self.head_dim + more) for more in (added, 0))
         return key, value
@@ -58,7 +58,7 @@ class Attention(Attends):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromLatents(Attends):
+class FromLatentsSpec(AttentionMixer):
     """Attention to keys and values that are made of one latent of `kv_rank` dims of each position, for all heads.
 
     A head of q and k has `nope_dims` dims without rotation and then `rotary_dims` rotated dims; all heads of k share
@@ -81,12 +81,12 @@ class FromLatents(Attends):
 
     @property
     def keys_and_values(self) -> tuple[CacheEntry, CacheEntry]:
-        """See `Attends`."""
+        """See `AttentionMixer`."""
         return CacheEntry("heads", self.heads, self.head_dim), CacheEntry("heads", self.heads, self.v_dims)
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """See `Attends`."""
+        """See `AttentionMixer`."""
         return (CacheEntry(None, 1, self.kv_rank + self.rotary_dims),)
 
     def _from_latents(self, width: int) -> Arrays:
@@ -99,7 +99,7 @@ class FromLatents(Attends):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(FromLatents):
+class LatentAttentionSpec(FromLatentsSpec):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     `norm` normalizes the latent. The rotated key is made of x. q is made of a normalized latent of `q_rank` dims, or of
@@ -108,12 +108,12 @@ class LatentAttention(FromLatents):
 
     positions: Rotary
     q_rank: int | None
-    norm: Norm
+    norm: NormSpec
     bias: bool = False
 
     @property
     def rotary_dims(self) -> int:
-        """See `FromLatents`."""
+        """See `FromLatentsSpec`."""
         return self.positions.dims
 
     @property
@@ -141,7 +141,7 @@ class LatentAttention(FromLatents):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointLatentAttention(FromLatents):
+class JointLatentAttentionSpec(FromLatentsSpec):
     """The latent attention of JAXformer (Makkar et al. 2025): no norm of a latent, and biases on all maps.
 
     The rotated dims of q and k are made from both latents together: the one of q, of `q_rank` dims, and the one of keys
@@ -155,7 +155,7 @@ class JointLatentAttention(FromLatents):
 
     @property
     def rotary_dims(self) -> int:
-        """See `FromLatents`."""
+        """See `FromLatentsSpec`."""
         return self.positions.dims // self.heads if self.positions else 0
 
     @property

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from mesh_transformer.fields import SHARED, WHOLE, Size
 from mesh_transformer.spec.arrays import Array, Arrays, below, matrix, with_outputs
-from mesh_transformer.spec.feed_forward import Experts
+from mesh_transformer.spec.feed_forward import ExpertsSpec
 from mesh_transformer.spec.layer import Layer
-from mesh_transformer.spec.mechanism import Attends, Mechanism, Numbers, PositionEncoding
-from mesh_transformer.spec.norm import Norm
-from mesh_transformer.spec.runs import Run, in_run, runs_of, shared_run, starts
+from mesh_transformer.spec.mechanism import AttentionMixer, Mechanism, PerLayer, PositionEncoding
+from mesh_transformer.spec.norm import NormSpec
+from mesh_transformer.spec.runs import LayerGroup, in_run, runs_of, shared_run, starts
 
 # buckets of distances in T5's relative bias
 T5_BUCKETS = 32
@@ -21,7 +21,7 @@ TABLE_STDDEV = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A whole model. Its layers may differ in their numbers (`Numbers`), and in their kinds."""
+    """A whole model. Its layers may differ in their numbers (`PerLayer`), and in their kinds."""
 
     d_model: int
     n_vocab: int
@@ -30,12 +30,12 @@ class Decoder:
     # longest context
     seq: int
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: NormSpec
     embed_bias: bool = False
     # the token embeddings are multiplied by this number
     embed_scale: float = 1.0
     # a norm of the embedding
-    embed_norm: Norm | None = None
+    embed_norm: NormSpec | None = None
     learned_positions: bool = False
     # the number of first rows of the position table that no position uses
     unused_positions: int = 0
@@ -58,7 +58,7 @@ class Decoder:
         return counts
 
     @functools.cached_property
-    def runs(self) -> tuple[Run[Layer], ...]:
+    def runs(self) -> tuple[LayerGroup[Layer], ...]:
         """The layers by their kinds, in order: DeepSeek-V3 has (dense) x 3 and (experts) x 58."""
         # many layers are one object: its kind is made once
         kinds: dict[int, Layer] = {id(layer): layer.kind for layer in self.layers}
@@ -81,7 +81,7 @@ class Decoder:
             yield from kind.mechanisms
 
     @functools.cached_property
-    def attentions(self) -> tuple[Attends, ...]:
+    def attentions(self) -> tuple[AttentionMixer, ...]:
         """The different mechanisms that attend, without their numbers."""
         return tuple(dict.fromkeys(kind.attention for kind in self.kinds))
 
@@ -91,9 +91,9 @@ class Decoder:
         return math.gcd(*(attention.keys_and_values[0].heads for attention in self.attentions))
 
     @functools.cached_property
-    def experts(self) -> Experts | None:
+    def experts(self) -> ExpertsSpec | None:
         """The routed experts of the layers; None in a dense model."""
-        return next((mechanism for mechanism in self.mechanisms() if isinstance(mechanism, Experts)), None)
+        return next((mechanism for mechanism in self.mechanisms() if isinstance(mechanism, ExpertsSpec)), None)
 
     @functools.cached_property
     def expert_layers(self) -> int:
@@ -102,11 +102,11 @@ class Decoder:
             count
             for kind, count in self.kinds.items()
             for mechanism in kind.mechanisms
-            if isinstance(mechanism, Experts)
+            if isinstance(mechanism, ExpertsSpec)
         )
 
     @functools.cached_property
-    def numbers(self) -> tuple[Numbers, ...]:
+    def numbers(self) -> tuple[PerLayer, ...]:
         """The numbers of each layer."""
         return tuple(layer.numbers for layer in self.layers)
 

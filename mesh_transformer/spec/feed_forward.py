@@ -47,7 +47,7 @@ class Dense(Mechanism):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router:
+class RouterSpec:
     """Which experts a token goes to, and with which weights, in float32.
 
     A token has a score for each expert: the softmax, or the sigmoid, of x w, or of x w + b with `logit_bias`. It goes
@@ -73,7 +73,7 @@ class Router:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts(Mechanism):
+class ExpertsSpec(Mechanism):
     """`count` feed-forward layers like `Dense`. Each token goes through the experts that `router` chooses (Shazeer et
     al. 2017, arXiv:1701.06538).
 
@@ -84,7 +84,7 @@ class Experts(Mechanism):
     count: int
     d_ff: int
     activation: Activation
-    router: Router
+    router: RouterSpec
     gated: bool = True
     bias: bool = False
     shared: Dense | None = None

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mesh_transformer.spec.arrays import Array, Arrays, below
-from mesh_transformer.spec.mechanism import Attends, Mechanism, Numbers
-from mesh_transformer.spec.norm import Norm
+from mesh_transformer.spec.mechanism import AttentionMixer, Mechanism, PerLayer
+from mesh_transformer.spec.norm import NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Sublayer:
     """A mechanism in a branch, and the norm of its input. Without a norm it reads the output of the branch's `pre`."""
 
     mechanism: Mechanism
-    norm: Norm | None = None
+    norm: NormSpec | None = None
 
     @property
     def norm_name(self) -> str:
@@ -27,9 +27,9 @@ class Reading(NamedTuple):
     """Parts of a branch that read one input: x normalized by `norm`, whose module is `name`; x itself if `norm` is
     None."""
 
-    norm: Norm | None
+    norm: NormSpec | None
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[Sublayer, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Branch:
     """What a layer adds to its residual stream x: x += scale * post(sum of part(pre(x))). A norm that is None is left
     out. A part with a norm reads norm(x) instead of pre(x)."""
 
-    parts: tuple[Part, ...]
-    pre: Norm | None = None
-    post: Norm | None = None
+    parts: tuple[Sublayer, ...]
+    pre: NormSpec | None = None
+    post: NormSpec | None = None
     scale: float = 1.0
 
     @property
@@ -60,7 +60,7 @@ class Branch:
         return (*([Reading(self.pre, shared[0].norm_name, shared)] if shared else []), *alone)
 
     @property
-    def norms(self) -> dict[str, Norm]:
+    def norms(self) -> dict[str, NormSpec]:
         """The norms by the names of their modules."""
         before = {reading.name: reading.norm for reading in self.readings if reading.norm is not None}
         return before if self.post is None else {**before, self.post_name: self.post}
@@ -75,7 +75,7 @@ class Layer:
     def __post_init__(self) -> None:
         names = [mechanism.name for mechanism in self.mechanisms]
         assert len(names) == len(set(names)), f"two mechanisms of a layer have one name: {names}"
-        attend = [mechanism for mechanism in self.mechanisms if isinstance(mechanism, Attends)]
+        attend = [mechanism for mechanism in self.mechanisms if isinstance(mechanism, AttentionMixer)]
         assert len(attend) == 1, f"one mechanism of a layer must attend, and {len(attend)} do: {names}"
 
     @property
@@ -84,12 +84,12 @@ class Layer:
         return tuple(mechanism for branch in self.branches for mechanism in branch.mechanisms)
 
     @functools.cached_property
-    def attention(self) -> Attends:
+    def attention(self) -> AttentionMixer:
         """The mechanism that attends."""
-        return next(mechanism for mechanism in self.mechanisms if isinstance(mechanism, Attends))
+        return next(mechanism for mechanism in self.mechanisms if isinstance(mechanism, AttentionMixer))
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> PerLayer:
         """The numbers that may differ between layers of one kind."""
         return self.attention.numbers
 
@@ -120,27 +120,27 @@ class Layer:
         return arrays
 
 
-def sequential(norm: Norm, *mechanisms: Mechanism) -> Layer:
+def sequential(norm: NormSpec, *mechanisms: Mechanism) -> Layer:
     """x += mechanism(norm(x)), for each mechanism in turn."""
-    return Layer(branches=tuple(Branch(pre=norm, parts=(Part(mechanism=mechanism),)) for mechanism in mechanisms))
+    return Layer(branches=tuple(Branch(pre=norm, parts=(Sublayer(mechanism=mechanism),)) for mechanism in mechanisms))
 
 
-def sandwich(norm: Norm, *mechanisms: Mechanism) -> Layer:
+def sandwich(norm: NormSpec, *mechanisms: Mechanism) -> Layer:
     """x += norm(mechanism(norm(x))), for each mechanism in turn."""
     return Layer(branches=tuple(replace(branch, post=norm) for branch in sequential(norm, *mechanisms).branches))
 
 
-def post(norm: Norm, *mechanisms: Mechanism) -> Layer:
+def post(norm: NormSpec, *mechanisms: Mechanism) -> Layer:
     """x += norm(mechanism(x)), for each mechanism in turn."""
-    return Layer(branches=tuple(Branch(post=norm, parts=(Part(mechanism=mechanism),)) for mechanism in mechanisms))
+    return Layer(branches=tuple(Branch(post=norm, parts=(Sublayer(mechanism=mechanism),)) for mechanism in mechanisms))
 
 
-def parallel(norm: Norm, *mechanisms: Mechanism) -> Layer:
+def parallel(norm: NormSpec, *mechanisms: Mechanism) -> Layer:
     """x += the sum of mechanism(norm(x)), with one norm for all mechanisms."""
-    return Layer(branches=(Branch(pre=norm, parts=tuple(Part(mechanism=mechanism) for mechanism in mechanisms)),))
+    return Layer(branches=(Branch(pre=norm, parts=tuple(Sublayer(mechanism=mechanism) for mechanism in mechanisms)),))
 
 
-def parallel_norms(norm: Norm, *mechanisms: Mechanism) -> Layer:
+def parallel_norms(norm: NormSpec, *mechanisms: Mechanism) -> Layer:
     """x += the sum of mechanism(norm(x)), with a norm for each mechanism."""
-    parts = tuple(Part(mechanism=mechanism, norm=norm) for mechanism in mechanisms)
+    parts = tuple(Sublayer(mechanism=mechanism, norm=norm) for mechanism in mechanisms)
     return Layer(branches=(Branch(parts=parts),))

@@ -12,7 +12,7 @@ PositionEncoding = Rotary | Alibi
 """The encoding of the positions of queries and keys. ops/positions.py has the table of the computations."""
 
 
-class Numbers(NamedTuple):
+class PerLayer(NamedTuple):
     """The settings that may differ between layers that share one compiled body."""
 
     window: int | None
@@ -59,7 +59,7 @@ class Mechanism:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attends(Mechanism):
+class AttentionMixer(Mechanism):
     """A mechanism in which a position reads earlier ones, with `heads` heads of queries. A layer has one.
 
     `positions` is the encoding of the positions of queries and keys, if there is one. A query sees the last `window`
@@ -89,9 +89,9 @@ class Attends(Mechanism):
         return self.keys_and_values
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> PerLayer:
         """The numbers that may differ between layers of one kind."""
-        return Numbers(self.window, self.positions)
+        return PerLayer(self.window, self.positions)
 
     @property
     def kind(self) -> Self:

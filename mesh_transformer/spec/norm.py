@@ -8,7 +8,7 @@ from mesh_transformer.spec.arrays import Array, Arrays
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
+class NormSpec:
     """A normalization, computed in float32.
 
     layer: (x - mean) / sqrt(variance + eps). rms: x / sqrt(mean of x^2 + eps) (Zhang and Sennrich 2019,

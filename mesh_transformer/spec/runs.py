@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Run(NamedTuple, Generic[K]):
+class LayerGroup(NamedTuple, Generic[K]):
     """Consecutive layers: the layers of `period` in order, `repeats` times. A layer is given by its kind."""
 
     period: tuple[K, ...]
@@ -23,7 +23,7 @@ class Run(NamedTuple, Generic[K]):
         return self.period * self.repeats
 
 
-def runs_of(kinds: Sequence[K]) -> tuple[Run[K], ...]:
+def runs_of(kinds: Sequence[K]) -> tuple[LayerGroup[K], ...]:
     """Cut layers into few runs, given the kind of each layer. Each run takes as many layers as it can, with the
     shortest period."""
     # numbers are compared faster than kinds
@@ -34,7 +34,7 @@ def runs_of(kinds: Sequence[K]) -> tuple[Run[K], ...]:
         periods = [left[:size] for size in range(1, len(left) // 2 + 1)]
         candidates = [(period, count) for period in periods if (count := _repeats(left, period)) > 1]
         period, repeats = max(candidates, key=lambda candidate: len(candidate[0]) * candidate[1], default=(left[:1], 1))
-        runs.append(Run(tuple(named[i] for i in period), repeats))
+        runs.append(LayerGroup(tuple(named[i] for i in period), repeats))
         left = left[len(period) * repeats :]
     return tuple(runs)
 
@@ -44,7 +44,7 @@ def _repeats(kinds: tuple[int, ...], period: tuple[int, ...]) -> int:
     return next(n for n in range(len(kinds) // len(period), 0, -1) if kinds[: n * len(period)] == period * n)
 
 
-def starts(runs: Iterable[Run[K]]) -> list[int]:
+def starts(runs: Iterable[LayerGroup[K]]) -> list[int]:
     """The number of the first layer of each run, and the number of all layers."""
     numbers = [0]
     for run in runs:
@@ -52,7 +52,7 @@ def starts(runs: Iterable[Run[K]]) -> list[int]:
     return numbers
 
 
-def shared_run(runs: Sequence[Run[K]], stages: int) -> int | None:
+def shared_run(runs: Sequence[LayerGroup[K]], stages: int) -> int | None:
     """The number of the run whose repeats are split into `stages` groups: the longest run with a multiple of `stages`
     repeats, the last of equally long runs; None without such a run."""
     fit = [number for number, run in enumerate(runs) if run.repeats % stages == 0]

@@ -119,7 +119,7 @@ Sums = dict[str, jax.Array]
 
 
 class Scored(NamedTuple):
-    """The results of `Parts.loss` for the metrics: arrays (B, T)."""
+    """The results of `ModelFunctions.loss` for the metrics: arrays (B, T)."""
 
     losses: TokenLoss
     # as in `Batch`

@@ -17,11 +17,11 @@ from mesh_transformer.models.stack import Batch, Results
 from mesh_transformer.parallel.sharding import Params, Partition, active, use
 from mesh_transformer.spec import shared_run
 from mesh_transformer.train import pipeline
-from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches, sequential
+from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, microbatches, sequential
 
 
 def gradients(
-    parts: Parts, params: Params, batch: Batch, *, frozen: Params | None = None, rounds: int = 1
+    parts: ModelFunctions, params: Params, batch: Batch, *, frozen: Params | None = None, rounds: int = 1
 ) -> tuple[Params, Metrics, jax.Array | None]:
     """The mean gradient of the microbatches of a step, float32; the mean metrics; the squared norm of each microbatch's
     gradient, (A,), or None with stages.
@@ -31,7 +31,7 @@ def gradients(
     Args:
         params: the trained parameters, in the dtype of the arithmetic.
         batch: a tree of arrays (A, B, ...).
-        frozen: the second argument of `Parts.transform`, by default an empty tree.
+        frozen: the second argument of `ModelFunctions.transform`, by default an empty tree.
         rounds: groups of consecutive layers in each stage of a pipeline.
 
     Raises:
@@ -41,8 +41,8 @@ def gradients(
     return schedule.gradients(parts, params, frozen or {}, batch)
 
 
-def loss(parts: Parts, params: Params, batch: Batch, *, rounds: int = 1) -> tuple[jax.Array, Results]:
-    """The results of `Parts.loss` without a gradient.
+def loss(parts: ModelFunctions, params: Params, batch: Batch, *, rounds: int = 1) -> tuple[jax.Array, Results]:
+    """The results of `ModelFunctions.loss` without a gradient.
 
     Args:
         params: the parameters of the whole model, in the dtype of the arithmetic.
@@ -73,7 +73,7 @@ def jit(partition: Partition, function: Callable[..., object], **options: Any) -
     return jax.jit(traced, compiler_options=platforms.compiler_options(devices), **options)
 
 
-def _schedule(rounds: int, parts: Parts, params: Params, batch: Batch, leading: int) -> Schedule:
+def _schedule(rounds: int, parts: ModelFunctions, params: Params, batch: Batch, leading: int) -> StepSchedule:
     """The schedule for the active partition. `leading`: dimensions of a batch up to its rows, 2 with microbatches."""
     partition = active()
     stages = 1 if partition is None else partition.size("layers")

@@ -1,4 +1,4 @@
-"""The `Schedule` for layers that are split over stages (mesh.pp): 1F1B, and interleaved 1F1B with several rounds.
+"""The `StepSchedule` for layers that are split over stages (mesh.pp): 1F1B, and interleaved 1F1B with several rounds.
 
 `parallel.pipeline` defines the work of a stage in each tick. A stage keeps the inputs of its layers for the
 microbatches between their forward and their backward pass: at most two for each stage, however many microbatches a step
@@ -8,9 +8,9 @@ The repeats of one run of layers (`spec.shared_run`) are split over the stages. 
 after it whole, in each tick: the first stage uses the result of the runs before, the last stage the result of the runs
 after. This takes no more time than on one stage, for which all other stages would wait.
 
-All stages compute head and loss (`Parts.loss`) together. When the last stage has finished a microbatch, each stage
-takes an equal share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are
-gathered. The embedding is looked up by all stages, and used by the first.
+All stages compute head and loss (`ModelFunctions.loss`) together. When the last stage has finished a microbatch, each
+stage takes an equal share of its positions through them (of `ModelFunctions.shared_out`), and the gradients of the
+shares are gathered. The embedding is looked up by all stages, and used by the first.
 
 Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers, v rounds, C layers of a group, s
 slots for kept inputs.
@@ -45,24 +45,24 @@ from mesh_transformer.models.stack import (
     over_run,
     rows_by_run,
 )
-from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
+from mesh_transformer.parallel.pipeline import Item, PipelineStages, Ticks, at, fold, put, unfold
 from mesh_transformer.parallel.sharding import Block, Params, Tree, active, constrain, constrain_tree, map_axes
-from mesh_transformer.spec import Run, shared_run
+from mesh_transformer.spec import LayerGroup, shared_run
 from mesh_transformer.train.pipeline_forward import Forward, Losses, Stack
-from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches
+from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, microbatches
 
 
-def schedule(rounds: int) -> Schedule:
+def schedule(rounds: int) -> StepSchedule:
     """The schedule with `rounds` groups of layers in each stage; 1: 1F1B."""
-    return Schedule(functools.partial(_gradients, rounds), functools.partial(_loss, rounds))
+    return StepSchedule(functools.partial(_gradients, rounds), functools.partial(_loss, rounds))
 
 
-def _stages(parts: Parts) -> Stages:
+def _stages(parts: ModelFunctions) -> PipelineStages:
     partition = active()
     if partition is None:
         raise AssertionError("a pipeline needs a partition")
     place = parts.stream_axes.index(parts.shared_out)
-    return Stages(partition, partition.size("layers"), parts.shared_out, place)
+    return PipelineStages(partition, partition.size("layers"), parts.shared_out, place)
 
 
 class _Operands(NamedTuple):
@@ -70,7 +70,7 @@ class _Operands(NamedTuple):
     shared one) and split over the stages (the shared run). See `Forward`."""
 
     # the layers of a group of the shared run
-    run: Run[Kind]
+    run: LayerGroup[Kind]
     whole_runs: dict[str, Runs]
     arrays: tuple[Params, dict[str, Sequence[Rows]], Stack]
     """`Forward.tables`, `Forward.whole_numbers` and `Forward.stack`."""
@@ -78,7 +78,7 @@ class _Operands(NamedTuple):
     """The dimension names of the tables; and as "layer", of one layer of the shared run."""
 
     @classmethod
-    def of(cls, stages: Stages, rounds: int, parts: Parts, params: Params) -> _Operands:
+    def of(cls, stages: PipelineStages, rounds: int, parts: ModelFunctions, params: Params) -> _Operands:
         runs, groups = parts.layout(params["blocks"]), stages.count * rounds
         shared = shared_run(runs, groups)
         assert shared is not None
@@ -104,7 +104,7 @@ class _Operands(NamedTuple):
 
 
 def _gradients(
-    rounds: int, parts: Parts, trained: Params, frozen: Params, batch: Batch
+    rounds: int, parts: ModelFunctions, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[Params, Metrics, None]:
     stages, params = _stages(parts), parts.transform(trained, frozen)
     ticks, given = Ticks(stages.count, rounds, microbatches(batch)), _Operands.of(stages, rounds, parts, params)
@@ -130,7 +130,7 @@ def _by_microbatch(means: Means, whole_means: dict[str, Means]) -> Means:
     return {name: jnp.concatenate([part[name] for part in parts if name in part], axis=1) for name in names}
 
 
-def _loss(rounds: int, parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
+def _loss(rounds: int, parts: ModelFunctions, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
     stages = _stages(parts)
     replicas = stages.partition.size("batch")
     # the stages may share out the rows of a microbatch
@@ -179,16 +179,16 @@ _Group = tuple[_Start, Block]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Backward:
-    """Forward and backward pass on one stage, inside of `Stages.run`."""
+    """Forward and backward pass on one stage, inside of `PipelineStages.run`."""
 
     forward: Forward
     axes: Params
     """`_Operands.axes`."""
 
     def results(self) -> tuple[Params, Block, jax.Array, Results, Means, dict[str, Means]]:
-        """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of `Parts.loss` (M,
-        B, T, ...), means of this stage's layers (v, C, M, ...), and of the runs that every stage computes (M, N,
-        ...)."""
+        """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of
+        `ModelFunctions.loss` (M, B, T, ...), means of this stage's layers (v, C, M, ...), and of the runs that every
+        stage computes (M, N, ...)."""
         ticks, carry = self.forward.ticks, self._start()
         ends = ticks.warmup, ticks.forward_ticks, ticks.total
         # the first ticks have no backward pass, the last ones no forward pass

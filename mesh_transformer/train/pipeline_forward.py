@@ -26,10 +26,10 @@ from mesh_transformer.models.stack import (
     join,
     over_run,
 )
-from mesh_transformer.parallel.pipeline import Index, Item, Stages, Ticks, at, put
+from mesh_transformer.parallel.pipeline import Index, Item, PipelineStages, Ticks, at, put
 from mesh_transformer.parallel.sharding import Block, Params, constrain
-from mesh_transformer.spec import Run
-from mesh_transformer.train.schedule import Parts, rematerialized
+from mesh_transformer.spec import LayerGroup
+from mesh_transformer.train.schedule import ModelFunctions, rematerialized
 
 # the runs that every stage computes whole
 WHOLE_RUNS = ("before", "after")
@@ -50,8 +50,8 @@ class Stack(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The results of `Parts.loss`: sums over this stage's shares, and the results of all shares, (M, B, T, ...); the
-    means of this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes,
+    """The results of `ModelFunctions.loss`: sums over this stage's shares, and the results of all shares, (M, B, T,
+    ...); the means of this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes,
     (M, N, ...), zeros on a stage that does not use the runs' output."""
 
     losses_M: jax.Array
@@ -66,17 +66,17 @@ class Losses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Forward:
-    """The forward pass on one stage, inside of `Stages.run`."""
+    """The forward pass on one stage, inside of `PipelineStages.run`."""
 
-    parts: Parts
-    stages: Stages
+    parts: ModelFunctions
+    stages: PipelineStages
     ticks: Ticks
     # the layers of a group, and by name the runs before and after the shared one
-    run: Run[Kind]
+    run: LayerGroup[Kind]
     whole_runs: dict[str, Runs]
     # the parameters that every stage has: "embed", "head", and by name the layers of `whole_runs`
     tables: Params
-    # by name the rows of `Parts.numbers` of the layers of `whole_runs`
+    # by name the rows of `ModelFunctions.numbers` of the layers of `whole_runs`
     whole_numbers: dict[str, Sequence[Rows]]
     stack: Stack
     # all microbatches
@@ -132,7 +132,7 @@ class Forward:
         return self.pass_whole("after", self.tables["after"], stream._replace(x_BTD=y_BTD))
 
     def head(self, params: Params, y_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, Results]:
-        """`Parts.loss` of this stage's share."""
+        """`ModelFunctions.loss` of this stage's share."""
         return self.parts.loss(params, y_BTD, jax.tree.map(self.stages.share, batch))
 
     def finished(self, tick: jax.Array) -> Item:
@@ -200,8 +200,9 @@ class Forward:
         return total._replace(losses_M=losses_M, results=jax.tree.map(add, total.results, results))
 
     def losses(self) -> tuple[jax.Array, Results, Means, dict[str, Means]]:
-        """The loss of each microbatch, (M,), the results of `Parts.loss`, (M, B, T, ...), the means of this stage's
-        layers, (v, C, M, ...), and of the runs that every stage computes, (M, N, ...), without a backward pass."""
+        """The loss of each microbatch, (M,), the results of `ModelFunctions.loss`, (M, B, T, ...), the means of this
+        stage's layers, (v, C, M, ...), and of the runs that every stage computes, (M, N, ...), without a backward
+        pass."""
 
         def finish(item: Item, y_BTD: jax.Array, total: Losses) -> Losses:
             y_BTD, after = self.leave(item, y_BTD)

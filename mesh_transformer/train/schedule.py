@@ -1,5 +1,5 @@
-"""The gradient of a step and the loss of an evaluation, of any model that is given as `Parts`. A schedule chooses the
-order in which microbatches and layers are computed.
+"""The gradient of a step and the loss of an evaluation, of any model that is given as `ModelFunctions`. A schedule
+chooses the order in which microbatches and layers are computed.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions, D width, L layers.
 """
@@ -28,7 +28,7 @@ from mesh_transformer.models.stack import (
 )
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Axes, Block, Params, Partition, Tree, active, constrain, constrain_tree
-from mesh_transformer.spec import Run
+from mesh_transformer.spec import LayerGroup
 
 Metrics = dict[str, Any]
 """Numbers of a step by name: scalars, or dictionaries of them."""
@@ -44,7 +44,7 @@ def only_loss(loss: jax.Array, results: Results, means: Means) -> Metrics:
     return {"loss": loss}
 
 
-class Parts(NamedTuple):
+class ModelFunctions(NamedTuple):
     """A model as functions and data. All parameters are in the dtype of the arithmetic.
 
     A batch is an array, or a tree of arrays, whose first dimensions are A and B; one microbatch begins with B.
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
 
     def layout(self, blocks: Block) -> Runs:
         """`runs`, given the parameters "blocks"; one run if there are none."""
-        return self.runs or (Run((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
+        return self.runs or (LayerGroup((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
 
     def layer_of(self, kind: Kind) -> Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]:
         """The function that computes the layers of a kind."""
@@ -110,15 +110,15 @@ class Parts(NamedTuple):
         return gradient if sums is None else constrain_tree(gradient, sums, self.axes)
 
 
-class Schedule(NamedTuple):
+class StepSchedule(NamedTuple):
     """The order in which microbatches and layers are computed."""
 
-    gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array | None]]
+    gradients: Callable[[ModelFunctions, Params, Params, Batch], tuple[Params, Metrics, jax.Array | None]]
     """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
     metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each; None if it is
     not computed."""
-    loss: Callable[[Parts, Params, Batch], tuple[jax.Array, Results, Means]]
-    """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`, and the means of the layers."""
+    loss: Callable[[ModelFunctions, Params, Batch], tuple[jax.Array, Results, Means]]
+    """(parts, parameters, batch (B, ...)) -> the results of `ModelFunctions.loss`, and the means of the layers."""
 
 
 def microbatches(batch: Batch) -> int:
@@ -126,7 +126,9 @@ def microbatches(batch: Batch) -> int:
     return len(jax.tree.leaves(batch)[0])
 
 
-def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
+def _gradients(
+    parts: ModelFunctions, trained: Params, frozen: Params, batch: Batch
+) -> tuple[Params, Metrics, jax.Array]:
     def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         value, results, means = _loss(parts, parts.transform(trained, frozen), batch)
         metrics = parts.metrics(value, results, means)
@@ -148,7 +150,7 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> t
     return optax.tree.scale(1 / count, total), jax.tree.map(lambda m: m.mean(0), metrics), squares
 
 
-def _loss(parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
+def _loss(parts: ModelFunctions, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
     stream, blocks = parts.embed(params["embed"], batch), params["blocks"]
     with jax.named_scope(LAYER_LOOP):
         layer, runs = rematerialized(parts, stream, parts.kept), parts.layout(blocks)
@@ -156,13 +158,13 @@ def _loss(parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, Result
     return *parts.loss(params, constrain(x_BTD, *parts.stream_axes), batch), means
 
 
-sequential = Schedule(_gradients, _loss)
+sequential = StepSchedule(_gradients, _loss)
 """One microbatch after the other, each through all layers."""
 
 
-def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> LayerFunction[jax.Array]:
-    """The layers of a loop over x. Their backward pass keeps the activations `kept` (`Parts.kept`) and recomputes the
-    rest.
+def rematerialized(parts: ModelFunctions, stream: Stream, kept: Sequence[str] | None) -> LayerFunction[jax.Array]:
+    """The layers of a loop over x. Their backward pass keeps the activations `kept` (`ModelFunctions.kept`) and
+    recomputes the rest.
 
     Gathered weights are never kept: they would take the memory that fsdp saves. A gather is a sharding constraint
     (`gather_weights`).
@@ -191,7 +193,7 @@ def _everything_but_constrained(primitive: Any, *_: object, **__: object) -> boo
     return primitive.name != "sharding_constraint"
 
 
-def summed_once(schedule: Schedule) -> Schedule:
+def summed_once(schedule: StepSchedule) -> StepSchedule:
     """`schedule` on each replica, with its part of every microbatch, and then the mean over the replicas: gradients
     cross between replicas once a step (mesh.sum_gradients per_step). Otherwise the partitioner sums the gradient of
     each layer over the replicas in each microbatch, as soon as it is known.
@@ -204,7 +206,7 @@ def summed_once(schedule: Schedule) -> Schedule:
 
 
 def _gradients_of_replicas(
-    schedule: Schedule, parts: Parts, trained: Params, frozen: Params, batch: Batch
+    schedule: StepSchedule, parts: ModelFunctions, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[Params, Metrics, jax.Array | None]:
     partition = active()
     if partition is None:

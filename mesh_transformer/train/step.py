@@ -26,7 +26,7 @@ from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Params, constrain_tree, use
 from mesh_transformer.sequences import Sequences
-from mesh_transformer.spec import Layer, Run
+from mesh_transformer.spec import Layer, LayerGroup
 from mesh_transformer.train import experts, pipeline
 from mesh_transformer.train.batch import (
     Batch,
@@ -39,7 +39,7 @@ from mesh_transformer.train.batch import (
 )
 from mesh_transformer.train.noise_scale import NoiseAverages, update_noise
 from mesh_transformer.train.optimizer import Optimizer, OptState
-from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side, summed_once
+from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, sequential, side_by_side, summed_once
 
 
 class TrainState(NamedTuple):
@@ -75,7 +75,7 @@ class TrainProgram:
         *,
         split: Callable[[Params], tuple[Params, Params]] = all_trained,
         transform: Callable[[Params, Params], Params] = side_by_side,
-        schedule: Schedule | None = None,
+        schedule: StepSchedule | None = None,
         sources: int = 0,
     ):
         """Prepare the functions. Nothing is compiled.
@@ -134,7 +134,7 @@ class TrainProgram:
         """Positions of a sequence of the data, which may be fewer than the model's positions."""
         return self.config.data.seq or self.model.decoder.seq
 
-    def _schedule(self) -> Schedule:
+    def _schedule(self) -> StepSchedule:
         if self.placement.size("layers") == 1:
             return sequential
         if (self.split, self.transform) != (all_trained, side_by_side):
@@ -203,7 +203,7 @@ class TrainProgram:
         return new, metrics | {"skipped": new.skipped}
 
     def _gradients(self, state: TrainState, sequences: Sequences) -> tuple[Params, Metrics, jax.Array | None]:
-        """The results of `Schedule.gradients`."""
+        """The results of `StepSchedule.gradients`."""
         check_documents(self.model.decoder, sequences)
         params = self._for_compute(state.params, self.axes)
         frozen = self._for_compute(state.frozen, self.frozen_axes)
@@ -213,7 +213,7 @@ class TrainProgram:
             noise_ABT2 = noise(self.config.model.seed, state.step, (*microbatch, length - 1))
         return self.schedule.gradients(parts, params, frozen, Batch.of(sequences, self._replicas, noise_ABT2))
 
-    def _parts(self, objective: Objective, dispatch: Dispatch) -> Parts:
+    def _parts(self, objective: Objective, dispatch: Dispatch) -> ModelFunctions:
         """The model's functions and data; `objective` is the loss of a token."""
         compute = self.model.compute
         kinds = {
@@ -221,7 +221,7 @@ class TrainProgram:
             for run in self.model.runs
             for kind in run.period
         }
-        return Parts(
+        return ModelFunctions(
             embed=self._embed,
             layer=next(iter(kinds.values())).layer,
             loss=functools.partial(self._loss, objective),
@@ -230,7 +230,9 @@ class TrainProgram:
             layer_loss=self._router_loss,
             metrics=self._metrics,
             sums=self.moments,
-            runs=tuple(Run(tuple(kinds[kind.layer] for kind in run.period), run.repeats) for run in self.model.runs),
+            runs=tuple(
+                LayerGroup(tuple(kinds[kind.layer] for kind in run.period), run.repeats) for run in self.model.runs
+            ),
             numbers=layer_numbers(self.model.decoder, counted=self.config.optimizer.dropout > 0),
             kept=KEPT.get(compute.remat),
             unroll=compute.scan_unroll,
@@ -262,7 +264,7 @@ class TrainProgram:
         return params
 
     def _loss(self, objective: Objective, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, Scored]:
-        """`Parts.loss`; `objective` is the loss of a token."""
+        """`ModelFunctions.loss`; `objective` is the loss of a token."""
         chunks = self.loss_chunks(*x_BTD.shape[:2])
         head = self.model.gathered_head(params)
         y_BTD = self.model.final_norm(head, x_BTD)

@@ -221,7 +221,7 @@ def test_an_optimizer_without_slots_needs_no_state_and_drops_none() -> None:
     with pytest.raises(UserError, match="holds the state of optimizer adam, the config has optimizer.name plain"):
         check_optimizer(RandomSource(MODEL, full=True), Plain())
     with pytest.raises(UserError, match="has no Lion moments"):
-        check_optimizer(RandomSource(MODEL, full=False), lion.Config())
+        check_optimizer(RandomSource(MODEL, full=False), lion.LionConfig())
 
 
 def test_a_recorded_model_without_a_family_is_read_whole() -> None:

@@ -17,7 +17,7 @@ from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Checkpoint, CheckpointTokenizer
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.checkpoint.tensors import UpdateCounts
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import from_hf, reshard, slim, to_hf, write_step
@@ -36,7 +36,7 @@ Asked = Counter[tuple[str, str]]
 def write_run(root: str, *, step: int = 7, tokenizer: str | None = None) -> None:
     """A step of a run that records its model, and perhaps its tokenizer."""
     source = RandomSource(MODEL, full=True)
-    source.counts = Counts(step, step, step)
+    source.counts = UpdateCounts(step, step, step)
     source.extra = {"config": {"model": MODEL.model_dump(mode="json"), "data": {"tokenizer": tokenizer}}}
     write_native(source, root)
 

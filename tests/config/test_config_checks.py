@@ -10,7 +10,7 @@ from mesh_transformer.config import Config, mesh_shape, parse_config
 from mesh_transformer.config.mesh import whole_sequence_rules
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Group
+from mesh_transformer.fields import ConfigGroup
 from mesh_transformer.optimizers import OPTIMIZERS
 
 MODEL = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 32}
@@ -273,12 +273,12 @@ def test_a_field_of_another_class_is_refused(raw: dict[str, Any], changes: list[
 def test_a_group_of_one_class_names_its_missing_fields() -> None:
     """Variants alone, with required fields, as in a model family."""
 
-    class Wide(Group):
+    class Wide(ConfigGroup):
         family: Literal["wide"] = "wide"
         width: int
 
     variants = Variants("family", {"wide": Wide})
-    holder = create_model("Holder", __base__=Group, model=(Annotated[Group, variants], ...))
+    holder = create_model("Holder", __base__=ConfigGroup, model=(Annotated[ConfigGroup, variants], ...))
     assert holder.model_validate({"model": {"width": 3}}).model_dump() == {"model": {"family": "wide", "width": 3}}
     with pytest.raises(ValidationError) as caught:
         holder.model_validate({"model": {}})

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh_transformer.dataset.packing import Piece, best_fit, example_of, pieces_of
+from mesh_transformer.dataset.packing import DocumentPiece, best_fit, example_of, pieces_of
 from mesh_transformer.sequences import document_numbers, learned_tokens
 
 
 def rows_of(lengths, length, cut=True):
     firsts, counts = pieces_of(np.array(lengths, np.int64), length)
-    return list(best_fit(map(Piece, firsts.tolist(), counts.tolist()), length, cut))
+    return list(best_fit(map(DocumentPiece, firsts.tolist(), counts.tolist()), length, cut))
 
 
 def parts_by_document(rows, lengths):
@@ -55,17 +55,17 @@ def test_without_cuts_only_a_document_over_a_row_is_in_pieces(lengths, length):
 
 def test_a_row_takes_the_longest_that_fits():
     assert rows_of([3, 7, 5, 4, 2, 7], 10, cut=False) == [
-        [Piece(3, 7), Piece(0, 3)],
-        [Piece(21, 7), Piece(19, 2)],
-        [Piece(10, 5), Piece(15, 4)],
+        [DocumentPiece(3, 7), DocumentPiece(0, 3)],
+        [DocumentPiece(21, 7), DocumentPiece(19, 2)],
+        [DocumentPiece(10, 5), DocumentPiece(15, 4)],
     ]
 
 
 def test_the_rest_of_a_row_gets_the_first_part_of_a_document():
     assert rows_of([6, 6, 6], 10) == [
         # 4 tokens of the second document, whose rest begins with the last of these
-        [Piece(0, 6), Piece(6, 4)],
-        [Piece(12, 6), Piece(9, 3)],
+        [DocumentPiece(0, 6), DocumentPiece(6, 4)],
+        [DocumentPiece(12, 6), DocumentPiece(9, 3)],
     ]
 
 

@@ -21,7 +21,7 @@ from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.dataset import example_fragment
 from mesh_transformer.dataset.job import prepare
-from mesh_transformer.dataset.options import Options
+from mesh_transformer.dataset.options import PrepareOptions
 from mesh_transformer.dataset.tasks import InProcess
 from mesh_transformer.errors import UserError
 from mesh_transformer.sequences import Sequences, document_numbers, learned_tokens
@@ -71,7 +71,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 def made(folder: Path | str, output: Path, tokenizer: str = "bytes", **options: Any) -> dict[str, Any]:
     sizes: dict[str, Any] = {"seq": SEQ, "part_mb": 0.006, "shard_tokens": 2000, "instructions": True}
-    return prepare([str(folder)], tokenizer, str(output), Options(**{**sizes, **options}), InProcess())
+    return prepare([str(folder)], tokenizer, str(output), PrepareOptions(**{**sizes, **options}), InProcess())
 
 
 def documents_of(folder: Path, side: str) -> list[tuple[bytes, bytes]]:
@@ -186,9 +186,9 @@ def test_another_template_into_the_same_folder_is_refused(corpus: Any, tmp_path:
 
 def test_options_without_a_meaning() -> None:
     with pytest.raises(UserError, match="--column body: the fields of --instructions have fixed names"):
-        Options(instructions=True, column="body")
+        PrepareOptions(instructions=True, column="body")
     with pytest.raises(UserError, match="--long drop: only examples of --instructions"):
-        Options(long="drop")
+        PrepareOptions(long="drop")
 
 
 def test_the_bytes_do_not_depend_on_interruptions(

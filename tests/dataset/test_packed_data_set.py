@@ -18,13 +18,13 @@ from support.data_sets import EOT, SEQ, Corpus, Counting, Interrupted, hashes, m
 
 from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.dataset import job, packed_shards
-from mesh_transformer.dataset.counts import ROW, Counts
+from mesh_transformer.dataset.counts import ROW, DocumentCounts
 from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.duplicates import RUN, Range
 from mesh_transformer.dataset.fragment import Fragment
 from mesh_transformer.dataset.objects import write_object
-from mesh_transformer.dataset.options import Options, Work
-from mesh_transformer.dataset.packed_shards import Packing, packed_cuts, write_packed_shard
+from mesh_transformer.dataset.options import PrepareOptions, Work
+from mesh_transformer.dataset.packed_shards import RowPacking, packed_cuts, write_packed_shard
 from mesh_transformer.dataset.shards import RECORDS, Source, source_of, taken
 from mesh_transformer.dataset.tasks import InProcess
 from mesh_transformer.dataset.worker import Task
@@ -170,8 +170,8 @@ def test_the_key_without_packing_is_that_of_earlier_versions():
     """A data set of an earlier version counts as finished, and an interrupted one goes on. An earlier version made this
     key."""
     key = "929469813833cb39e7e51e3999ff3c3cdab1d325dcfc23f2c31bf44e837b56a9"
-    assert Work.of([], "bytes", "bytes", Options(seq=32)).content["key"] == key
-    assert Work.of([], "bytes", "bytes", Options(seq=32, pack="documents")).content["key"] != key
+    assert Work.of([], "bytes", "bytes", PrepareOptions(seq=32)).content["key"] == key
+    assert Work.of([], "bytes", "bytes", PrepareOptions(seq=32, pack="documents")).content["key"] != key
 
 
 def fragment_of(path: Path, lengths: Sequence[int], first: int, kept: Sequence[bool] | None = None) -> Source:
@@ -179,10 +179,10 @@ def fragment_of(path: Path, lengths: Sequence[int], first: int, kept: Sequence[b
     table = np.zeros(len(lengths), ROW)
     table["tokens"] = lengths
     tokens = np.arange(first, first + sum(lengths), dtype="<u4")
-    counts = Counts.of(table)
+    counts = DocumentCounts.of(table)
     payload = [table.tobytes(), tokens.tobytes()]
     source = source_of(
-        str(path), write_object(str(path), str(path.parent), Fragment(counts, Counts(), {}, (), 4), payload), 0
+        str(path), write_object(str(path), str(path.parent), Fragment(counts, DocumentCounts(), {}, (), 4), payload), 0
     )
     if kept is None:
         return source
@@ -223,7 +223,7 @@ def test_shards_have_each_target_once(tmp_path_factory, fragments, duplicates, l
     examples = []
     for number, places in enumerate(taken(sources, bounds)):
         path = str(folder / f"train-{number}")
-        shard = write_packed_shard(path, str(folder), f"{path}.result", places, Packing(length, 999_999), 4)
+        shard = write_packed_shard(path, str(folder), f"{path}.result", places, RowPacking(length, 999_999), 4)
         assert shard.records > 0
         found = examples_of(Path(path + RECORDS))
         assert shard.padding == sum((document_numbers(example) == 0).sum() for example in found)

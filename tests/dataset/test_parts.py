@@ -13,7 +13,7 @@ from support.corpora import WHOLE, as_csv, as_lines, as_parquet, as_tar, documen
 from support.gcs_server import CUT, HALF, GcsServer
 
 from mesh_transformer.dataset.inputs import read_inputs
-from mesh_transformer.dataset.parts import Bad, Part, pieces, plan
+from mesh_transformer.dataset.parts import Bad, FilePart, pieces, plan
 from mesh_transformer.errors import UserError
 
 PART_BYTES = st.sampled_from([1, 2, 3, 5, 8, 13, 40, WHOLE])
@@ -112,7 +112,7 @@ def test_a_plan_follows_the_input_alone(tmp_path: Path) -> None:
     inputs = read_inputs([str(tmp_path)])
     parts = plan(inputs, 300, "text")
     assert parts == plan(read_inputs([str(tmp_path)]), 300, "text")
-    assert [Part(**json.loads(json.dumps(asdict(part)))) for part in parts] == parts
+    assert [FilePart(**json.loads(json.dumps(asdict(part)))) for part in parts] == parts
     for part in parts:
         bounds = f"{part.first:,} to {part.stop - 1:,}"
         cut = {".jsonl": f", bytes {bounds}", ".parquet": f", row groups {bounds}"}

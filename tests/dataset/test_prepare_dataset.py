@@ -32,7 +32,7 @@ from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.dataset import job
 from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.objects import spool
-from mesh_transformer.dataset.options import Options
+from mesh_transformer.dataset.options import PrepareOptions
 from mesh_transformer.dataset.tasks import InProcess
 from mesh_transformer.errors import RunError, UserError
 
@@ -270,7 +270,7 @@ def test_tokens_are_those_of_transformers(texts, tmp_path):
     documents = ["Some text, \n\n and 日本語 \U0001f600 more.", "an <|endoftext|> inside", " x " * 200, "é" * 50]
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    options = Options(**{**SIZES, "seq": 1, "val": 0.0})
+    options = PrepareOptions(**{**SIZES, "seq": 1, "val": 0.0})
     job.prepare([str(source)], str(texts / "gpt2_tokenizer"), str(tmp_path / "set"), options, InProcess())
     tokenizer = transformers.GPT2TokenizerFast.from_pretrained(str(texts / "gpt2_tokenizer"))
     ids = [tokenizer(text, split_special_tokens=True)["input_ids"] for text in documents]

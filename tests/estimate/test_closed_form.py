@@ -16,7 +16,7 @@ from mesh_transformer import platforms
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate.closed_form import Estimate, estimate
+from mesh_transformer.estimate.closed_form import StepEstimate, estimate
 from mesh_transformer.estimate.experts import rows_bytes
 from mesh_transformer.estimate.prediction import FORMULA_MEMORY, FORMULA_TIME, predict_training
 from mesh_transformer.estimate.programs import default_folder
@@ -147,7 +147,7 @@ def _config(repo: Any, *overrides: str) -> Config:
     return load_config(str(repo / "configs" / "6B_finetune_v3-8.json"), overrides)
 
 
-def _estimate(repo: Any, name: str, devices: int, *overrides: str, **options: float) -> Estimate:
+def _estimate(repo: Any, name: str, devices: int, *overrides: str, **options: float) -> StepEstimate:
     return estimate(_config(repo, *overrides), devices, ACCELERATORS[name], **options)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mesh_transformer.estimate.hlo import Array, Collective, Module, Overlap, collectives, overlaps
+from mesh_transformer.estimate.hlo import Collective, HloArray, Module, Overlap, collectives, overlaps
 
 ASYNCHRONOUS = """HloModule pair, entry_computation_layout={(bf16[2,4]{1,0})->bf16[8,4]{1,0}}
 
@@ -39,7 +39,7 @@ ENTRY %main (p: bf16[8,8]) -> bf16[8,8] {
 
 
 def test_what_runs_beside_a_collective():
-    array = (Array("bf16", (8, 8)),)
+    array = (HloArray("bf16", (8, 8)),)
     permute, total = Collective("collective-permute", array, ()), Collective("all-reduce", array, ())
     assert overlaps(OVERLAPPED) == [Overlap(permute, 1, 1000), Overlap(permute, 0, 20), Overlap(total, 0, 0)]
 
@@ -65,7 +65,7 @@ _xla_megascale_transfer_type="ALL_REDUCE"}
 
 
 def test_a_transfer_between_slices_counts_once_with_what_it_yields():
-    sum_of_slices = Collective("all-reduce", (Array("f32", (256,)),), (), between_slices=True)
+    sum_of_slices = Collective("all-reduce", (HloArray("f32", (256,)),), (), between_slices=True)
     assert overlaps(CROSSING) == [Overlap(sum_of_slices, 0, 20)]
 
 
@@ -86,18 +86,18 @@ def test_loops_around_a_collective_are_named():
     compiled = jax.jit(program, in_shardings=(None, split)).lower(x, w).compile()
     found = collectives(compiled.as_text())
     inner = [one for one in found if len(one.loops) == 2]
-    assert [(one.kind, one.arrays, one.nbytes) for one in inner] == [("all-reduce", (Array("f32", (6, 10)),), 240)]
+    assert [(one.kind, one.arrays, one.nbytes) for one in inner] == [("all-reduce", (HloArray("f32", (6, 10)),), 240)]
     assert inner[0].loops[1].endswith("inner/while")
     assert any(one.loops == () for one in found)
 
 
 def test_an_asynchronous_collective_counts_once_with_its_result():
-    assert collectives(ASYNCHRONOUS) == [Collective("all-gather", (Array("bf16", (8, 4)),), ())]
+    assert collectives(ASYNCHRONOUS) == [Collective("all-gather", (HloArray("bf16", (8, 4)),), ())]
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("bf16", 12), ("c64", 48)])
 def test_bytes_of_an_array(dtype, nbytes):
-    assert Array(dtype, (2, 3)).nbytes == nbytes
+    assert HloArray(dtype, (2, 3)).nbytes == nbytes
 
 
 def test_text_without_a_computation_is_an_error():

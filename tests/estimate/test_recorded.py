@@ -11,13 +11,13 @@ import pytest
 
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import load_config
-from mesh_transformer.estimate.timeline import Estimate, Timeline
+from mesh_transformer.estimate.timeline import ProgramEstimate, Timeline
 from mesh_transformer.spec.flops import flops_per_token
 
 TOKENS = 16 * 2048
 
 
-def estimate(name: str) -> Estimate:
+def estimate(name: str) -> ProgramEstimate:
     text = gzip.decompress(Path(__file__).with_name("programs").joinpath(f"{name}.hlo.gz").read_bytes()).decode()
     return Timeline(text, ACCELERATORS[name.split("-")[0]]).estimate()
 

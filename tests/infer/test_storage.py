@@ -1,5 +1,5 @@
-"""The cache as TPUs store it (`Tiled`) and as their steps of decoding write it (`LateView`), computed on CPU, against a
-reference in numpy and a model without a cache."""
+"""The cache as TPUs store it (`Tiled`) and as their steps of decoding write it (`DeferredWriteView`), computed on CPU,
+against a reference in numpy and a model without a cache."""
 
 import functools
 from typing import Any

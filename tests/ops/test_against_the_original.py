@@ -54,13 +54,13 @@ def test_gelu_is_the_tanh_form(original):
 )
 def test_schedule(original, name, config):
     expected = np.load(original / FUNCTIONS)
-    ours = [schedule_of(adam.Config(**config))(step) for step in expected[f"{name}/step"]]
+    ours = [schedule_of(adam.AdamConfig(**config))(step) for step in expected[f"{name}/step"]]
     # float32 of the schedule's own arithmetic, against the original's float32
     np.testing.assert_allclose(ours, expected[f"{name}/lr"], rtol=2e-6, atol=1e-12)
 
 
 def test_schedule_without_warmup_starts_at_the_peak():
-    config = adam.Config(lr=1e-3, end_lr=1e-4, warmup_steps=0, anneal_steps=10)
+    config = adam.AdamConfig(lr=1e-3, end_lr=1e-4, warmup_steps=0, anneal_steps=10)
     assert float(schedule_of(config)(0)) == pytest.approx(1e-3)
     assert float(schedule_of(config)(10)) == pytest.approx(1e-4)
     assert float(schedule_of(config)(1000)) == pytest.approx(1e-4)

@@ -16,7 +16,7 @@ from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import add_bias, column_sums, column_sums_by_product, matmul
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 from mesh_transformer.train import jit
 
 # Float32 sums of up to a thousand terms in another order: a few units in the last place of the largest value.
@@ -135,7 +135,7 @@ def test_attention_to_packed_rows_is_attention(length, with_bias, options):
     ends_BT = jax.random.randint(jax.random.key(4), (2, length), index[None] + 1, length + 1)
     mask = (index[None, :, None] < ends_BT[:, None])[:, None]
     expected = plain(q, k, v, 0 if bias is None else bias, mask=mask, **options)
-    entries = Attention(heads=3, kv_heads=3, head_dim=8, positions=None).cache_entries
+    entries = AttentionSpec(heads=3, kv_heads=3, head_dim=8, positions=None).cache_entries
     packed = PackedView.of(ends_BT, [entries], jnp.float32)
     for triangular in (True, False):
         view = packed if triangular else NotTriangular(packed.ends_BT, packed.groups, packed.group_of)

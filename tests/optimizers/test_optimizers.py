@@ -16,7 +16,7 @@ from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.identity import check_optimizer
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.checkpoint.tensors import UpdateCounts
 from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.train.optimizer import Optimizer, schedule_of
@@ -196,7 +196,7 @@ SLOTS = {"adam": ("mu", "nu"), "lion": ("mu",), "adafactor": ("v_row", "v_col", 
 def test_state_of_another_optimizer_is_refused(held: str, noted: bool) -> None:
     """Told by the config that a checkpoint notes, else by the names of the slots."""
     arrays = {f"{kind}/head/logits/b": np.zeros(4, np.float32) for kind in ("params", *SLOTS[held])}
-    source = ArraySource(arrays, Counts(3, 3, 3))
+    source = ArraySource(arrays, UpdateCounts(3, 3, 3))
     if noted:
         source.extra = {"config": {"optimizer": {"name": held}}}
     for name, kind in OPTIMIZERS.items():
@@ -212,7 +212,7 @@ def test_state_of_another_optimizer_is_refused(held: str, noted: bool) -> None:
             "--fresh-opt",
         ):
             assert part in str(refused.value)
-    slim = ArraySource({"params/head/logits/b": arrays["params/head/logits/b"]}, Counts(3))
+    slim = ArraySource({"params/head/logits/b": arrays["params/head/logits/b"]}, UpdateCounts(3))
     with pytest.raises(UserError, match="no Lion moments"):
         check_optimizer(slim, OPTIMIZERS["lion"](name="lion"))
 
@@ -223,7 +223,8 @@ def test_lion_has_no_full_classic_form(tmp_path: Path) -> None:
     whole = RandomSource(model, full=True)
     names = [name for name in whole.tensors if not name.startswith("nu/")]
     source = ArraySource(
-        {name: whole.read(name, (slice(None),) * len(whole.tensors[name].shape)) for name in names}, Counts(3, 3, 3)
+        {name: whole.read(name, (slice(None),) * len(whole.tensors[name].shape)) for name in names},
+        UpdateCounts(3, 3, 3),
     )
     for full in (None, True):
         with pytest.raises(UserError, match=r"an optimizer other than Adam \(mu\).*slim_model.py"):

@@ -17,7 +17,7 @@ from mesh_transformer.models.modules import Context
 from mesh_transformer.models.stack import by_run
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.parallel.sharding import collect_axes
-from mesh_transformer.spec import Decoder, Run, in_run, neighbours, runs_of, shared_run, starts
+from mesh_transformer.spec import Decoder, LayerGroup, in_run, neighbours, runs_of, shared_run, starts
 
 CLASSIC = {
     "gptj": {},
@@ -164,10 +164,10 @@ def test_stacks_are_the_rows_of_the_runs(name: str) -> None:
 
 
 def test_names_in_runs() -> None:
-    runs = (Run(("d",), 1), Run(("e",), 2))
+    runs = (LayerGroup(("d",), 1), LayerGroup(("e",), 2))
     assert in_run("ff/in", 0, 1) == "ff/in"
     assert by_run({"0/ff/in": {"w": 1}, "1/ff/in": {"w": 2}}, runs) == [{"ff/in": {"w": 1}}, {"ff/in": {"w": 2}}]
     # the eleventh run is not a part of the second
-    many = [Run((str(number),), 1) for number in range(11)]
+    many = [LayerGroup((str(number),), 1) for number in range(11)]
     blocks = {in_run("ff/in", number, 11): {"w": number} for number in range(11)}
     assert by_run(blocks, many)[1] == {"ff/in": {"w": 1}}

@@ -19,7 +19,7 @@ from mesh_transformer.estimate.rates import GPU_PRODUCT_SHARE
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.models.model import Model
 from mesh_transformer.ops.attend import causal
-from mesh_transformer.spec import Experts
+from mesh_transformer.spec import ExpertsSpec
 from mesh_transformer.spec.flops import flops_per_token, matrix_elements
 
 # three parts of the queries, longer than all windows
@@ -116,7 +116,7 @@ def test_operations_are_those_of_the_program(family):
     device = Accelerator("one", "", peak_tflops=1e-12 / GPU_PRODUCT_SHARE, memory_gb_s=math.inf, usable_gib=1)
     time = estimate(config, 1, device).time
     # the closed form leaves out the router and the gate of the shared experts
-    every = [one for layer in d.layers for one in layer.mechanisms if isinstance(one, Experts)]
+    every = [one for layer in d.layers for one in layer.mechanisms if isinstance(one, ExpertsSpec)]
     routers = [one.count + one.shared_gate for one in every]
     assert time["products"] == pytest.approx(3 * (matrices - 2 * SEQ * d.d_model * sum(routers)), rel=1e-9)
     assert time["attention"] == pytest.approx(3 * attention, rel=1e-9)

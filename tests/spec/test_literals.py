@@ -84,7 +84,7 @@ def test_each_table_over_a_choice_is_known() -> None:
 
 
 def test_choices_are_found_in_annotations() -> None:
-    assert choices()["Norm.kind"] == set(get_args(get_type_hints(spec.Norm)["kind"]))
+    assert choices()["Norm.kind"] == set(get_args(get_type_hints(spec.NormSpec)["kind"]))
     assert list(literals(dict[str, Literal["a"] | None])) == [Literal["a"]]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
+from mesh_transformer.checkpoint.tensors import Index, TensorInfo, UpdateCounts
 
 
 class ArraySource:
@@ -13,7 +13,9 @@ class ArraySource:
 
     where = "memory"
 
-    def __init__(self, arrays: dict[str, np.ndarray], counts: Counts, extra: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, arrays: dict[str, np.ndarray], counts: UpdateCounts, extra: dict[str, Any] | None = None
+    ) -> None:
         self.arrays, self.counts, self.extra = arrays, counts, extra or {}
 
     @property

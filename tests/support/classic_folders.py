@@ -8,7 +8,7 @@ import numpy as np
 
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts, TensorSource
+from mesh_transformer.checkpoint.tensors import TensorSource, UpdateCounts
 from mesh_transformer.config import ModelConfig, parse_config
 from support.array_source import ArraySource
 from support.builders import float32_model
@@ -43,7 +43,7 @@ class RandomSource(ArraySource):
                 array[config.n_vocab :] = 0
             elif "logits" in name:
                 array[..., config.n_vocab :] = 0
-        super().__init__(arrays, Counts(7, 7, 6) if full else Counts(7))
+        super().__init__(arrays, UpdateCounts(7, 7, 6) if full else UpdateCounts(7))
 
 
 def write(folder: Path, shards: int, *, full: bool = False, **values: Any) -> RandomSource:

@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mesh_transformer.dataset.inputs import read_inputs
-from mesh_transformer.dataset.parts import Bad, Part, pieces, plan
+from mesh_transformer.dataset.parts import Bad, FilePart, pieces, plan
 
 # a part of this many bytes holds any file of a test
 WHOLE = 1 << 30
 
 
-def parts_of(*specs: str | Path, part_bytes: int = WHOLE, column: str = "text") -> list[Part]:
+def parts_of(*specs: str | Path, part_bytes: int = WHOLE, column: str = "text") -> list[FilePart]:
     """The parts of inputs."""
     return plan(read_inputs([str(spec) for spec in specs]), part_bytes, column)
 
 
-def documents(parts: Iterable[Part], column: str = "text") -> list[str | None | Bad]:
+def documents(parts: Iterable[FilePart], column: str = "text") -> list[str | None | Bad]:
     """The documents of parts, in order: texts, None for null, and the bad places. A document that is open at a bad
     place is dropped, and a part ends no document of another."""
     found: list[str | None | Bad] = []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.dataset.job import prepare
-from mesh_transformer.dataset.options import Options
+from mesh_transformer.dataset.options import PrepareOptions
 from mesh_transformer.dataset.tasks import InProcess, Runner
 from mesh_transformer.dataset.worker import Task
 from support.loading import read_records
@@ -58,7 +58,7 @@ def write_corpus(folder: Path, seed: int = 0, documents: int = 300) -> Corpus:
 def made(corpus: Path | str, output: Path | str, runner: Runner | None = None, **options: Any) -> dict[str, Any]:
     """Make a data set of byte tokens in this process. Returns the manifest."""
     specs = [corpus] if isinstance(corpus, str) else [str(corpus)]
-    return prepare(specs, "bytes", str(output), Options(**{**SIZES, **options}), runner or InProcess())
+    return prepare(specs, "bytes", str(output), PrepareOptions(**{**SIZES, **options}), runner or InProcess())
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from mesh_transformer.checkpoint.load import load_by_layer
 from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.checkpoint.tensors import UpdateCounts
 from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
@@ -70,7 +70,9 @@ def packed(run: Any, params: Any) -> Any:
     """Parameters in the layout for decoding on a CPU, read layer by layer as from a checkpoint."""
     arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
     abstract = run.placement.abstract(run.model.dtype)
-    return pack(load_by_layer(ArraySource(arrays, Counts(0)), abstract, run.model.rows_by_layer), run.model.decoder)
+    return pack(
+        load_by_layer(ArraySource(arrays, UpdateCounts(0)), abstract, run.model.rows_by_layer), run.model.decoder
+    )
 
 
 class Completion:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts, Index
+from mesh_transformer.checkpoint.tensors import Index, UpdateCounts
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.families import gptj
 from mesh_transformer.parallel.sharding import Params
@@ -24,7 +24,7 @@ class MemorySource(ArraySource):
 
     def __init__(self, params: Params, dtype: Any = np.float32) -> None:
         leaves = flatten({"params": params})
-        super().__init__({name: np.asarray(leaf).astype(dtype) for name, leaf in leaves.items()}, Counts(0))
+        super().__init__({name: np.asarray(leaf).astype(dtype) for name, leaf in leaves.items()}, UpdateCounts(0))
         self.read_bytes: list[int] = []
 
     def read(self, name: str, index: Index) -> np.ndarray:

@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.load import load
 from mesh_transformer.data.chat.instructions import InstructionEncoder, LearnedTokens
 from mesh_transformer.data.tokens.tokenizer import load_tokenizer
-from mesh_transformer.dataset.packing import Piece, best_fit, example_of
+from mesh_transformer.dataset.packing import DocumentPiece, best_fit, example_of
 from mesh_transformer.sequences import Example, Sequences
 
 OPTIMIZER = {
@@ -52,7 +52,7 @@ def batches(encoded: list[LearnedTokens], sequences: int) -> Iterator[Sequences]
     length = trl.LENGTH + 1
     for first in range(0, len(encoded), trl.ACCUMULATION * trl.BATCH):
         step = encoded[first : first + trl.ACCUMULATION * trl.BATCH]
-        pieces = [Piece(number, len(one.ids)) for number, one in enumerate(step)]
+        pieces = [DocumentPiece(number, len(one.ids)) for number, one in enumerate(step)]
         rows = [[piece] for piece in pieces] if sequences == trl.BATCH else list(best_fit(pieces, length, cut=False))
         of_rows = [[step[piece.first] for piece in row] for row in rows]
         examples = [example_of([one.ids for one in row], length, 0, [one.learned for one in row]) for row in of_rows]

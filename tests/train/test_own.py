@@ -13,7 +13,7 @@ import pytest
 from mesh_transformer.errors import UserError
 from mesh_transformer.models import Stream
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
-from mesh_transformer.train import Kind, Optimizer, Parts, Run, gradients, jit, loss
+from mesh_transformer.train import Kind, ModelFunctions, Optimizer, LayerGroup, gradients, jit, loss
 
 MICROBATCHES, ROWS, POSITIONS, VOCABULARY, WIDTH, LAYERS = 4, 4, 8, 16, 8, 4
 AXES = {
@@ -25,7 +25,7 @@ AXES = {
 CLOSE = 1e-5
 
 
-def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
+def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> ModelFunctions:
     """Tied: the head reads the embedding's table. Else every layer reads a bias of the embedding. Leading: one more
     layer stands before the others, with one more matrix."""
 
@@ -51,13 +51,13 @@ def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
     if leading:
         names = ("whole_layers", "embed", None)
         axes = {**AXES, "blocks": {"0/w": names, "0/first": names, "1/w": AXES["blocks"]["w"]}}
-        runs = Run((Kind(None, ("w", "first")),), 1), Run((Kind(None, ("w",)),), LAYERS)
-    return Parts(
+        runs = LayerGroup((Kind(None, ("w", "first")),), 1), LayerGroup((Kind(None, ("w",)),), LAYERS)
+    return ModelFunctions(
         embed, layer, head, axes, metrics=metrics, numbers=numbers, tied=tied, shared_out=shared_out, runs=runs
     )
 
 
-def _with_means(parts: Parts) -> Parts:
+def _with_means(parts: ModelFunctions) -> ModelFunctions:
     """The parts with a mean and a loss of each layer."""
 
     def layer(params: Any, stream: Stream, numbers: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -94,7 +94,7 @@ def _on(**axes: int) -> Partition:
     return Partition(make_mesh(mesh_shape(**axes), devices), dimension_rules())
 
 
-def _computed(partition: Partition, parts: Parts, rounds: int, last: bool = False) -> Any:
+def _computed(partition: Partition, parts: ModelFunctions, rounds: int, last: bool = False) -> Any:
     one = jax.tree.map(lambda x: x[0], _batch())
     params = _params(parts.runs is not None)
     if last:

@@ -15,7 +15,7 @@ from support.parity import SMALL, small_program
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.ops.experts import route, statistics
-from mesh_transformer.spec import Router
+from mesh_transformer.spec import RouterSpec
 from mesh_transformer.train.batch import Batch, positions_in_documents
 from mesh_transformer.train.step import TrainProgram
 
@@ -199,7 +199,7 @@ def test_padding_has_no_part_in_the_statistics_of_a_router() -> None:
 
     @jax.jit
     def of(logits: jax.Array, real: jax.Array | None = None) -> dict[str, jax.Array]:
-        return statistics(logits, route(Router(chosen=2, normalize=True), logits), real)
+        return statistics(logits, route(RouterSpec(chosen=2, normalize=True), logits), real)
 
     found, expected, of_all = of(logits, real), of(logits[real][None]), of(logits)
     jax.tree.map(lambda ours, one: np.testing.assert_allclose(ours, one, rtol=1e-5), found, expected)

@@ -146,7 +146,7 @@ def test_all_but_biases_and_norms_decay(name, decayed):
     model = {**TINY["model"], "pe": "t5", "pe_rotary_dims": None} if name == "gptj" else MODELS[name]
     arrays = parse_config({"model": model}).model.decoder().arrays()
     params = {path: np.ones(array.shape, np.float32) for path, array in arrays.items()}
-    config = adam.Config(weight_decay=0.5, warmup_steps=0, lr=1.0, end_lr=1.0)
+    config = adam.AdamConfig(weight_decay=0.5, warmup_steps=0, lr=1.0, end_lr=1.0)
     optimizer = Optimizer(config, {path: array.axes for path, array in arrays.items()})
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
     for path, update in updates.items():
@@ -161,7 +161,7 @@ def test_bfloat16_moments_follow_the_float32_ones():
     gradient = {"layer": {"w": np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)}}
     updates = {}
     for dtype in ("float32", "bfloat16"):
-        optimizer = Optimizer(adam.Config(moments_dtype=dtype, warmup_steps=0, lr=1e-2), axes)
+        optimizer = Optimizer(adam.AdamConfig(moments_dtype=dtype, warmup_steps=0, lr=1e-2), axes)
         state = optimizer.init(params)
         for _ in range(3):
             updates[dtype], state = optimizer.update(gradient, state, params)

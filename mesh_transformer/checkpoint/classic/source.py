@@ -12,7 +12,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import folder as layout
 from mesh_transformer.checkpoint.classic.folder import Leaf
 from mesh_transformer.checkpoint.classic.npz import Member, NpzReader
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
+from mesh_transformer.checkpoint.tensors import Index, TensorInfo, UpdateCounts, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
@@ -178,7 +178,7 @@ class ClassicSource:
                 raise UserError(f"{member}: expected {first.dtype} as in {first}, found {member.dtype}")
         return TensorInfo(self._shapes[name.partition("/")[2]], first.dtype)
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> UpdateCounts:
         counts: dict[str, int] = {}
         for leaf, members in self._members.items():
             if leaf.split is not Split.COUNT:
@@ -189,7 +189,7 @@ class ClassicSource:
                     f"{members[0]} ({leaf.name}): expected the same count of 0 or more in all shards, found {values}"
                 )
             counts[leaf.name] = values[0]
-        return Counts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
+        return UpdateCounts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
 
     def _extra(self, config: dict[str, Any] | None) -> dict[str, Any]:
         """{"aux": ...}: the step's entry in meta.json (the loader's position); {"config": ...}: the recorded model."""

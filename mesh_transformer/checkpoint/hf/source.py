@@ -18,7 +18,14 @@ from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.config import parse_model, read_config
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
 from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
-from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, TensorSource, parameter_shapes
+from mesh_transformer.checkpoint.tensors import (
+    FileTensor,
+    Index,
+    TensorInfo,
+    TensorSource,
+    UpdateCounts,
+    parameter_shapes,
+)
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.feed_forward import is_router
@@ -56,7 +63,7 @@ class HFSource:
         if model is not None:
             check_same_architecture(model, found, where=folder)
         self.where, self.model = folder, model or found
-        self.counts, self.extra = Counts(0), with_model({}, found)
+        self.counts, self.extra = UpdateCounts(0), with_model({}, found)
         stored = open_tensors(folder)
         if text_only:
             from mesh_transformer.checkpoint.hf.text_only import text_tensors

@@ -20,7 +20,7 @@ import tensorstore as ts
 from mesh_transformer import files
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, Index, TensorInfo
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, Index, TensorInfo, UpdateCounts
 from mesh_transformer.errors import UserError
 
 COMMIT_MARKER = "commit_success.txt"
@@ -70,7 +70,7 @@ class NativeSource:
         self._lock = threading.Lock()
 
     @cached_property
-    def counts(self) -> Counts:
+    def counts(self) -> UpdateCounts:
         """Step and optimizer counts.
 
         Raises:
@@ -79,7 +79,7 @@ class NativeSource:
         step = self._count("step")
         if step is None:
             raise DamagedCheckpoint(f"{self.where}: the manifest lists no step")
-        return Counts(step, self._count(COUNT), self._count(SCHEDULE))
+        return UpdateCounts(step, self._count(COUNT), self._count(SCHEDULE))
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """A slice of a tensor, in its stored dtype.

@@ -20,7 +20,7 @@ from mesh_transformer.checkpoint.native import source as native
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
 from mesh_transformer.checkpoint.origin import FOLDER, Origin, write_files
 from mesh_transformer.checkpoint.target import new_folder
-from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource, slots
+from mesh_transformer.checkpoint.tensors import TensorInfo, TensorSource, UpdateCounts, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.logs import Transfer
 
@@ -125,7 +125,7 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
     return ts.open(spec, create=True, dtype=dtype, shape=info.shape, context=context).result()
 
 
-def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]:
+def _scalars(counts: UpdateCounts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]:
     """The scalars of `train.step.TrainState`; with `full` False, only the step."""
     scalars: dict[str, Any] = {"step": np.int32(counts.step)}
     if full:

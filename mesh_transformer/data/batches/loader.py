@@ -147,11 +147,11 @@ def make_val_loader(
         return _StepIterator(StreamReader(stream, shape, len(files), source, repeat), shape)
 
     batches = _StepSet(begin).map(lambda microbatches: microbatches.map(lambda array: array[0]))
-    return _Counted(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch), counts)
+    return _CountedBatches(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch), counts)
 
 
 @dataclass(frozen=True)
-class _Counted:
+class _CountedBatches:
     """Batches and the size of their text."""
 
     batches: grain.IterDataset

@@ -31,7 +31,7 @@ class Draw(NamedTuple):
 
 
 @dataclass
-class Progress:
+class SourceProgress:
     """Records drawn from a source, in total and at the last change of the weights.
 
     Args:
@@ -66,7 +66,7 @@ class Mixture:
         self.step = 0
         # why the data has ended
         self.end = ""
-        self._progress = {name: Progress() for name in self.names}
+        self._progress = {name: SourceProgress() for name in self.names}
         # whole numbers in the proportions of the weights
         self._shares: dict[str, int] = {}
         # the last pass of each source that `record` was asked for, and its order
@@ -120,7 +120,7 @@ class Mixture:
                 f"{', '.join(self.names)}: restore the former sources (a weight may become 0), {RESTART}"
             )
         self.step = step
-        self._progress = {name: progress.get(name, Progress()) for name in self.names}
+        self._progress = {name: progress.get(name, SourceProgress()) for name in self.names}
 
     def _weight_at(self, name: str, step: int) -> float:
         source = self._sources[name]
@@ -137,7 +137,7 @@ class Mixture:
         if any(self._progress[name].weight != weight for name, weight in weights.items()):
             for name, weight in weights.items():
                 drawn = self._progress[name].drawn
-                self._progress[name] = Progress(weight, drawn, base=drawn)
+                self._progress[name] = SourceProgress(weight, drawn, base=drawn)
         # whole numbers, because ties must be exact: 0.1 x 3 is not 0.3
         exact = {name: Fraction(repr(weight)) for name, weight in weights.items() if weight}
         unit = math.lcm(*(weight.denominator for weight in exact.values()))
@@ -169,7 +169,7 @@ def position_at(step: int) -> dict[str, Any]:
     return {"version": VERSION, "step": step}
 
 
-def _checked(position: Any) -> tuple[int, str | None, dict[str, Progress]]:
+def _checked(position: Any) -> tuple[int, str | None, dict[str, SourceProgress]]:
     """The step, the order and the progress of each source, of a stored position.
 
     Raises:
@@ -192,7 +192,7 @@ def _checked(position: Any) -> tuple[int, str | None, dict[str, Progress]]:
     return step, order, progress
 
 
-def _progress(*, weight: Any, drawn: Any, base: Any, **_: Any) -> Progress:
+def _progress(*, weight: Any, drawn: Any, base: Any, **_: Any) -> SourceProgress:
     """The progress of a source.
 
     Raises:
@@ -201,4 +201,4 @@ def _progress(*, weight: Any, drawn: Any, base: Any, **_: Any) -> Progress:
     counts = type(drawn) is int and type(base) is int and 0 <= base <= drawn
     if not counts or type(weight) not in (int, float) or not 0 <= weight < math.inf:
         raise ValueError("not the progress of a source")
-    return Progress(float(weight), drawn, base)
+    return SourceProgress(float(weight), drawn, base)

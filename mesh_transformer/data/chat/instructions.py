@@ -31,7 +31,7 @@ _ALPACA = (
 _WITH_INPUT = ", paired with an input that provides further context"
 
 
-class Form(NamedTuple):
+class ExampleForm(NamedTuple):
     """The required and the optional fields of a form of example."""
 
     needed: tuple[str, ...]
@@ -39,9 +39,9 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form(("messages",), ("tools",)),
-    Form(("prompt", "completion")),
-    Form(("instruction", "output"), ("input",)),
+    ExampleForm(("messages",), ("tools",)),
+    ExampleForm(("prompt", "completion")),
+    ExampleForm(("instruction", "output"), ("input",)),
 )
 
 

@@ -6,7 +6,7 @@ from mesh_transformer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Options:
+class SequenceOptions:
     """How text becomes sequences.
 
     Args:

@@ -32,7 +32,7 @@ _NEW_WORD = re.compile(r"(?<=[^\W_])[ \n]")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document. `ends`: it is the last part. `null`: the JSON line has null for its text."""
 
     text: str
@@ -64,7 +64,7 @@ def input_files(path: str) -> list[str]:
     return files
 
 
-def file_pieces(path: str, separator: str | None) -> Iterator[Piece]:
+def file_pieces(path: str, separator: str | None) -> Iterator[TextPiece]:
     """The documents of one file, in pieces. A `separator` in a text ends a document.
 
     Raises:
@@ -83,7 +83,7 @@ def _kind(name: str) -> tuple[str | None, Compression | None]:
     return ("" if compression == "xz" else None), compression
 
 
-def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) -> Iterator[Piece]:
+def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) -> Iterator[TextPiece]:
     kind, compression = _kind(name)
     if compression is not None:
         file = inflated(file, compression, place)
@@ -94,12 +94,12 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
         yield from _tar_pieces(file, place, separator)
     elif kind == ".jsonl":
         for text in _json_texts(file, place):
-            yield from cut([text], separator) if text is not None else [Piece("", True, null=True)]
+            yield from cut([text], separator) if text is not None else [TextPiece("", True, null=True)]
     else:
         yield from cut(text_blocks(file, place, translate=True), separator)
 
 
-def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[Piece]:
+def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[TextPiece]:
     skipped, first = 0, list[str]()
     with damage_explained(place):
         for name, data in tar_members(file, place):
@@ -210,22 +210,22 @@ def json_text(line: bytes, place: str, column: str = "text") -> str | None:
     )
 
 
-def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:
+def cut(blocks: Iterable[str], separator: str | None) -> Iterator[TextPiece]:
     """The pieces of one text that arrives in blocks. A long document is cut at places that no token spans."""
     rest = ""
     for block in blocks:
         rest += block
         *documents, rest = rest.split(separator) if separator else [rest]
         for document in documents:
-            yield Piece((yield from _shorten(document)), True)
+            yield TextPiece((yield from _shorten(document)), True)
         rest = yield from _shorten(rest)
-    yield Piece(rest, True)
+    yield TextPiece(rest, True)
 
 
-def _shorten(document: str) -> Generator[Piece, None, str]:
+def _shorten(document: str) -> Generator[TextPiece, None, str]:
     """Yields pieces from the beginning of a long document; returns the rest."""
     while (at := _cut_place(document)) is not None:
-        yield Piece(document[:at], False)
+        yield TextPiece(document[:at], False)
         document = document[at:]
     return document
 

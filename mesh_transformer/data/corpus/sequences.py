@@ -16,8 +16,8 @@ from typing import Self, TypeVar
 import numpy as np
 
 from mesh_transformer import cache_folders
-from mesh_transformer.data.corpus.options import Options
-from mesh_transformer.data.corpus.pieces import Piece, file_pieces
+from mesh_transformer.data.corpus.options import SequenceOptions
+from mesh_transformer.data.corpus.pieces import TextPiece, file_pieces
 from mesh_transformer.data.records.text_counts import TextCounts, cached_counts, utf8_bytes
 from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.data.tokens.cleaning import make_cleaner
@@ -53,7 +53,7 @@ class Written:
     null_lines: int
 
 
-def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, options: Options) -> Written:
+def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, options: SequenceOptions) -> Written:
     """Write `{name}_{sequences}.tfrecords` into `output_dir` from `files` (see `input_files`).
 
     Raises:
@@ -98,7 +98,9 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
         _log.info("tokenizing %s: the tokens stay in %s", path, folder)
         os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch, scratch_file(folder) as counts:
-            written = write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True), "data.seq")
+            written = write_corpus(
+                [path], scratch, tokens, SequenceOptions(seq=seq, preserve_data_order=True), "data.seq"
+            )
             with open(counts, "w", encoding="ascii") as file:
                 file.write(written.source.to_json())
             os.replace(counts, cached_counts(target))
@@ -115,7 +117,7 @@ def _cached_name(path: str, seq: int, fingerprint: str) -> str:
 
 
 def write_corpus(
-    files: list[str], path: str, tokenizer: Tokenizer, options: Options, seq_option: str = "--seq"
+    files: list[str], path: str, tokenizer: Tokenizer, options: SequenceOptions, seq_option: str = "--seq"
 ) -> Written:
     """Write the sequences of `files` to the local `path`.
 
@@ -199,7 +201,7 @@ class TokenStore:
         return np.frombuffer(data, self._dtype).astype(np.int32)
 
 
-class Packing:
+class JoinedDocuments:
     """The `carried` tokens, then all documents of a store in the given order, as one stream of int32."""
 
     def __init__(self, store: TokenStore, order: np.ndarray | None, carried: np.ndarray):
@@ -228,14 +230,14 @@ class Packing:
         return np.concatenate(parts)
 
 
-def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
+def sequences(store: TokenStore, options: SequenceOptions) -> Iterator[np.ndarray]:
     """The full sequences of all passes, int32 (seq + 1,). The rest of a pass starts the next pass."""
     rng = np.random.default_rng(options.seed)
     length = options.seq + 1
     carried = np.empty(0, np.int32)
     for _ in range(options.n_repack_epochs):
         keep = options.preserve_data_order
-        stream = Packing(store, None if keep else rng.permutation(store.n_documents), carried)
+        stream = JoinedDocuments(store, None if keep else rng.permutation(store.n_documents), carried)
         n_full = len(stream) // length
         for i in range(n_full) if keep else rng.permutation(n_full):
             tokens = stream.read(int(i) * length, (int(i) + 1) * length)
@@ -247,7 +249,7 @@ def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
     _log.debug("the last %d tokens fill no sequence and are dropped", len(carried))
 
 
-def _tokenize(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:
+def _tokenize(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: SequenceOptions) -> int:
     """Add the documents to `store`. Returns the number of JSON lines with null for their text."""
     null_lines = 0
     clean = make_cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
@@ -264,14 +266,14 @@ def _tokenize(files: list[str], store: TokenStore, tokenizer: Tokenizer, options
     return null_lines
 
 
-def _all_pieces(files: list[str], separator: str | None) -> Iterator[Piece]:
+def _all_pieces(files: list[str], separator: str | None) -> Iterator[TextPiece]:
     for file in files:
         _log.debug("reading %s", file)
         yield from file_pieces(file, separator)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     chars = 0
     for piece in pieces:
         batch.append(piece)

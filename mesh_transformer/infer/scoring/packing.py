@@ -140,7 +140,7 @@ class TokenCounts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class ScoringBatch:
     """The int32 arrays of one call of the model, and which results belong to which query.
 
     Args:
@@ -175,7 +175,7 @@ class BatchPlan(NamedTuple):
         chunk: the number of positions P that go through the head at a time.
     """
 
-    batches: list[Batch]
+    batches: list[ScoringBatch]
     counts: TokenCounts
     chunk: int
 
@@ -307,7 +307,7 @@ class _Grid:
         self.m, self.targets = np.arange(len(pairs)) - first[self.p], pairs[:, 1]
         self.most = int(self.m.max()) + 1
 
-    def batch(self, chunk: int, most: int) -> Batch:
+    def batch(self, chunk: int, most: int) -> ScoringBatch:
         """The arrays, with P padded to whole chunks and M to `most`."""
         tokens, positions, ends = self._arrays()
         padded = -(-len(self.at_P) // chunk) * chunk
@@ -315,7 +315,7 @@ class _Grid:
         at_P[: len(self.at_P)] = self.at_P
         targets_PM[self.p, self.m] = self.targets
         pairs = np.stack([self.p, self.m], axis=1)[self.pair]
-        return Batch(tokens, positions, ends, at_P, targets_PM, self.queries, self.firsts, pairs)
+        return ScoringBatch(tokens, positions, ends, at_P, targets_PM, self.queries, self.firsts, pairs)
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens, positions and ends of a batch. A padding token attends only to itself."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.infer.scoring.packing import Batch, BatchPlan
+from mesh_transformer.infer.scoring.packing import BatchPlan, ScoringBatch
 from mesh_transformer.models.head import Normalizer, VocabTiles
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.packed import PackedView
@@ -54,7 +54,7 @@ class Scorer:
             numbers = map(np.concatenate, zip(*jax.device_get(parts), strict=True))
             yield list(batch.results(*numbers))
 
-    def _dispatch(self, params: Params, head: Params, batch: Batch, chunk: int) -> list[Any]:
+    def _dispatch(self, params: Params, head: Params, batch: ScoringBatch, chunk: int) -> list[Any]:
         x_ND = self._hidden(params, batch.tokens_BT, batch.positions_BT, batch.ends_BT)
         parts = [slice(start, start + chunk) for start in range(0, len(batch.at_P), chunk)]
         return [self._score(head, x_ND, batch.at_P[part], batch.targets_PM[part]) for part in parts]

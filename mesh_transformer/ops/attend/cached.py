@@ -119,7 +119,7 @@ class KeyValueView(Protocol):
     separate: ClassVar[bool]
     """Whether attention keeps logits per part: to concatenate a long and a short part would copy both."""
 
-    def hold(
+    def update(
         self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
     ) -> tuple[Self, Sequence[Sequence[jax.Array]]]:
         """Store the entries of one layer at these positions, (B, T, J, K) each.
@@ -171,12 +171,12 @@ class Cached:
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        return self.attend(q_BTHK, self.hold(k_BTJK, v_BTJV), scale=scale, window=window, softcap=softcap)
+        return self.attend(q_BTHK, self.update(k_BTJK, v_BTJV), scale=scale, window=window, softcap=softcap)
 
-    def hold(self, *new: jax.Array) -> Sequence[Sequence[jax.Array]]:
+    def update(self, *new: jax.Array) -> Sequence[Sequence[jax.Array]]:
         """Write the entries of `positions_BT`, (B, T, J, K) each. Returns all entries of the layer, as
         `KeyValueView.hold` does."""
-        self.view, entries = self.view.hold(self.layer, self.positions_BT, *new)
+        self.view, entries = self.view.update(self.layer, self.positions_BT, *new)
         return entries
 
     @staticmethod
@@ -193,7 +193,7 @@ class Cached:
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """Attention to the entries that `hold` returned, or to keys and values that are made from them: for each part
+        """Attention to the entries that `update` returned, or to keys and values that are made from them: for each part
         (B, J, S, K) and (B, J, S, V), or one array that is both."""
         mask_B1TS = self.view.mask(self.query_positions_BT, window)
         attend = _attend_parts if self.view.separate else _attend_triangular if self.view.triangular else _attend
@@ -305,7 +305,7 @@ class CacheView:
         return capacity(group)
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
-        """The view with these entries, as `hold` stores them. In place if the cache is donated; positions from `length`
+        """The view with these entries, as `update` stores them. In place if the cache is donated; positions from `length`
         on may be dropped."""
         if self.length > self.capacity:
             positions_BT = positions_BT % self.capacity
@@ -313,13 +313,15 @@ class CacheView:
         written = storage().write(group, self.names, layer, self.written_B, positions_BT, new, self.length)
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=(written,)))
 
-    def hold(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[CacheView, list[Segment]]:
+    def update(
+        self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
+    ) -> tuple[CacheView, list[Segment]]:
         """See `KeyValueView`."""
         view = self.write(layer, positions_BT, *new)
         return view, view.read(layer)
 
     def read(self, layer: jax.Array | int) -> list[Segment]:
-        """The entries of one layer, as `hold` returns them."""
+        """The entries of one layer, as `update` returns them."""
         (group,) = self.cache.groups
         segments, left = [], self.length
         for segment in group:

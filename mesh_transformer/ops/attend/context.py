@@ -104,7 +104,7 @@ class SplitPositions:
     ) -> jax.Array:
         """See `Attend`."""
         # imported here: serving does not use it
-        from mesh_transformer.ops.attend.ring import Plan, attend
+        from mesh_transformer.ops.attend.ring import RingPlan, attend
 
         partition, mode, devices = self.partition, self.partition.context_mode, self.partition.size("seq")
         (axis,) = partition.rules["seq"] or ()
@@ -114,7 +114,7 @@ class SplitPositions:
         fused = kernels.choose(partition.attention, case) == "splash"
         if fused:
             partition, k_BTJK, v_BTJV = kernels.divided(partition, k_BTJK, v_BTJV)
-        plan = Plan(partition, axis, devices, mode, scale, softcap, fused)
+        plan = RingPlan(partition, axis, devices, mode, scale, softcap, fused)
         window = None if window is None else jnp.asarray(window, jnp.int32)
         return attend(plan, (q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window))
 

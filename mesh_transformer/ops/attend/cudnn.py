@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, changed_arguments, on_each_device, split_heads
+from mesh_transformer.ops.attend.kernel import (
+    AttentionKernel,
+    Call,
+    Case,
+    changed_arguments,
+    on_each_device,
+    split_heads,
+)
 from mesh_transformer.parallel.sharding import Partition, Tree
 
 # compute capability: the largest dims of a head
@@ -35,7 +42,7 @@ _SCORE = ("score_mod_name", "score_mod_jaxpr")
 
 
 def refuses(case: Case) -> str | None:
-    """See `Kernel`. Heads as in `check_is_flash_attention` of JAX."""
+    """See `AttentionKernel`. Heads as in `check_is_flash_attention` of JAX."""
     major = case.target.generation.partition(".")[0]
     newest = int(major) if case.target.platform == "gpu" and major.isdecimal() else 0
     if newest < min(_HEAD_DIMS):
@@ -59,7 +66,7 @@ def refuses(case: Case) -> str | None:
 
 
 def unsupported() -> str | None:
-    """See `Kernel`."""
+    """See `AttentionKernel`."""
     forward, backward = _ARRAYS, (*_ARRAYS, *_SAVED)
     return changed_arguments(
         *(_MODULE, _lowering("fwd")),
@@ -78,7 +85,7 @@ def _lowering(phase: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Plan:
+class _CudnnPlan:
     """The static arguments of an attention."""
 
     partition: Partition
@@ -124,18 +131,18 @@ class _Plan:
 
 
 def attend(partition: Partition, call: Call) -> jax.Array:
-    """See `Kernel`. The policies of compute.remat refer to the saved arrays by the name "attn_out"."""
+    """See `AttentionKernel`. The policies of compute.remat refer to the saved arrays by the name "attn_out"."""
     (window,) = call.windows
-    return _attend(_Plan(partition, call.scale, window), call.q_BTHK, call.k_BTJK, call.v_BTJV)
+    return _attend(_CudnnPlan(partition, call.scale, window), call.q_BTHK, call.k_BTJK, call.v_BTJV)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array) -> jax.Array:
+def _attend(plan: _CudnnPlan, q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array) -> jax.Array:
     return _forward(plan, q_BTHK, k_BTJK, v_BTJK)[0]
 
 
-def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def of_device(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, ...]:
+def _forward(plan: _CudnnPlan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def of_device(plan: _CudnnPlan, *given: jax.Array) -> tuple[jax.Array, ...]:
         return plan.bind("fwd", given, is_training=True)
 
     run = plan.map(of_device, 3, (split_heads(plan.partition), plan.normalizer))
@@ -143,8 +150,8 @@ def _forward(plan: _Plan, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array
     return mixed, (*given, mixed, log_z)
 
 
-def _backward(plan: _Plan, saved: tuple[jax.Array, ...], dy_BTHK: jax.Array) -> tuple[jax.Array, ...]:
-    def of_device(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(plan: _CudnnPlan, saved: tuple[jax.Array, ...], dy_BTHK: jax.Array) -> tuple[jax.Array, ...]:
+    def of_device(plan: _CudnnPlan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, mixed, dy, log_z = arrays
         return plan.bind("bwd", (q, k, v, log_z, mixed, dy))
 
@@ -160,4 +167,4 @@ def _library() -> ModuleType:
     return importlib.import_module(_MODULE)
 
 
-KERNEL = Kernel(refuses, unsupported, attend)
+KERNEL = AttentionKernel(refuses, unsupported, attend)

@@ -61,7 +61,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """A kernel of attention. `ops.attend.kernels` has the table."""
 
     refuses: Callable[[Case], str | None]
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def changed_arguments(module: str, name: str, *known: Sequence[str]) -> str | None:
-    """Why a function of JAX cannot be used, in the words of `Kernel.unsupported`: it is gone, or the names of
+    """Why a function of JAX cannot be used, in the words of `AttentionKernel.unsupported`: it is gone, or the names of
     its arguments, in order, are not in `known`. None if it can."""
     try:
         parameters = tuple(inspect.signature(getattr(importlib.import_module(module), name)).parameters)

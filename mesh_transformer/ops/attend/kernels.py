@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mesh_transformer.accelerators import CompileTarget
 from mesh_transformer.errors import UserError
-from mesh_transformer.ops.attend.kernel import Call, Case, Kernel, Windows
+from mesh_transformer.ops.attend.kernel import AttentionKernel, Call, Case, Windows
 from mesh_transformer.parallel.sharding import Partition
 from mesh_transformer.spec import Decoder, Layer
 
@@ -64,8 +64,8 @@ def left_out(platform: str) -> list[str]:
 
 
 @functools.cache
-def _kernel(name: str) -> Kernel:
-    kernel: Kernel = importlib.import_module(f"{__package__}.{name}").KERNEL
+def _kernel(name: str) -> AttentionKernel:
+    kernel: AttentionKernel = importlib.import_module(f"{__package__}.{name}").KERNEL
     return kernel
 
 

@@ -24,7 +24,7 @@ from mesh_transformer.ops.attend.storage import Segment, Tiled
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["before", "positions_B", "groups"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class LateView:
+class DeferredWriteView:
     """A `KeyValueView` of the positions up to `positions_B`: the cache `before` them, and their new entries.
 
     All rows of a call for a sequence are at its new position: they are copies.
@@ -40,7 +40,7 @@ class LateView:
     groups: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, before: CacheView, positions_B: jax.Array) -> LateView:
+    def of(cls, before: CacheView, positions_B: jax.Array) -> DeferredWriteView:
         """A view without the new entries yet."""
 
         def empty(x: jax.Array) -> jax.Array:
@@ -50,7 +50,9 @@ class LateView:
         groups = tuple(tuple(map(empty, group[0])) for group in before.cache.groups)
         return cls(before, positions_B, groups)
 
-    def hold(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[LateView, list[Segment]]:
+    def update(
+        self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
+    ) -> tuple[DeferredWriteView, list[Segment]]:
         """See `KeyValueView`. The new position is the last part."""
         (group,) = self.groups
         entries = [x[:, :1].astype(old.dtype) for x, old in zip(new, group, strict=True)]
@@ -71,13 +73,13 @@ class LateView:
         own_B1 = self.positions_B[:, None]
         return jnp.concatenate([jnp.broadcast_to(before, (len(own_B1), before.shape[1])), own_B1], axis=1)
 
-    def split(self, layers: int) -> tuple[list[LateView], Sequence[int]]:
+    def split(self, layers: int) -> tuple[list[DeferredWriteView], Sequence[int]]:
         """See `KeyValueView`: a view of each group."""
         views, view_of = self.before.split(layers)
         each = zip(views, self.groups, strict=True)
         return [dataclasses.replace(self, before=view, groups=(group,)) for view, group in each], view_of
 
-    def joined(self, views: Sequence[LateView]) -> CacheView:
+    def joined(self, views: Sequence[DeferredWriteView]) -> CacheView:
         """The cache with the new entries."""
         return self.before.joined([view.written() for view in views])
 

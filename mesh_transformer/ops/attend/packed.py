@@ -47,7 +47,7 @@ class PackedView:
         )
         return cls(ends_BT, groups, tuple(map(distinct.index, entries)))
 
-    def hold(
+    def update(
         self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
     ) -> tuple[PackedView, list[tuple[jax.Array, ...]]]:
         """Replace the keys and values of the previous layer. Returns the view, and the new ones as one part."""

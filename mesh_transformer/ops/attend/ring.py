@@ -25,12 +25,12 @@ from mesh_transformer.ops.attend import splash
 from mesh_transformer.ops.attend.kernel import on_each_device, split_heads
 from mesh_transformer.ops.attend.ring_blocks import (
     Backward,
-    Blocks,
     KeyGradients,
     Keys,
     Plain,
     Queries,
     QueryGradients,
+    RingBlocks,
     Softmax,
     Splash,
 )
@@ -50,7 +50,7 @@ _Saved = tuple[Inputs, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class RingPlan:
     """The static arguments of an attention."""
 
     partition: Partition
@@ -63,10 +63,10 @@ class Plan:
     # whether the splash kernel computes the blocks
     splash: bool = False
 
-    def blocks(self, window: jax.Array | None) -> Blocks:
+    def blocks(self, window: jax.Array | None) -> RingBlocks:
         """The implementation of a block."""
         if self.splash:
-            return Splash(splash.Blocks.of(self.partition, self.scale, self.softcap))
+            return Splash(splash.SplashBlocks.of(self.partition, self.scale, self.softcap))
         return Plain(self.scale, self.softcap, window)
 
     def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
@@ -131,12 +131,12 @@ class _Sent(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, given: Inputs) -> jax.Array:
+def attend(plan: RingPlan, given: Inputs) -> jax.Array:
     """The output of attention, (B, T, H, V) of q's dtype."""
     return _forward(plan, given)[0]
 
 
-def _specs(plan: Plan) -> tuple[P, ...]:
+def _specs(plan: RingPlan) -> tuple[P, ...]:
     """The splits of `Inputs`.
 
     With gather the partitioner gathers the keys. An `all_gather` inside the `shard_map` would gather the sequences and
@@ -149,13 +149,13 @@ def _specs(plan: Plan) -> tuple[P, ...]:
     return rows, rows, rows, P(None, heads, plan.axis), ids, P()
 
 
-def _normalizer(plan: Plan) -> P:
+def _normalizer(plan: RingPlan) -> P:
     """The split of (B, J, G, T)."""
     batch, heads = plan.split
     return P(batch, heads, None, plan.axis)
 
 
-def _forward(plan: Plan, given: Inputs) -> tuple[jax.Array, _Saved]:
+def _forward(plan: RingPlan, given: Inputs) -> tuple[jax.Array, _Saved]:
     specs = _specs(plan)
     run = plan.map(_forward_of_device, (specs,), (specs[0], _normalizer(plan)))
     # the policies of compute.remat refer to the saved arrays of attention by this name
@@ -163,7 +163,7 @@ def _forward(plan: Plan, given: Inputs) -> tuple[jax.Array, _Saved]:
     return mixed, (given, mixed, log_z)
 
 
-def _backward(plan: Plan, saved: _Saved, dy_BTHK: jax.Array) -> tuple[tuple[jax.Array | None, ...]]:
+def _backward(plan: RingPlan, saved: _Saved, dy_BTHK: jax.Array) -> tuple[tuple[jax.Array | None, ...]]:
     specs = _specs(plan)
     rows, bias = specs[0], specs[3]
     keys = P(plan.axis) if plan.mode == "gather" else rows
@@ -178,7 +178,7 @@ def _backward(plan: Plan, saved: _Saved, dy_BTHK: jax.Array) -> tuple[tuple[jax.
 attend.defvjp(_forward, _backward)
 
 
-def _forward_of_device(plan: Plan, given: Inputs) -> tuple[jax.Array, jax.Array]:
+def _forward_of_device(plan: RingPlan, given: Inputs) -> tuple[jax.Array, jax.Array]:
     """The output (B, C, H, V) and the logarithm of the softmax's normalizer, (B, J, G, C) float32."""
     q, k, v, bias, segments, window = given
     queries = _queries(plan, given)
@@ -201,7 +201,7 @@ def _forward_of_device(plan: Plan, given: Inputs) -> tuple[jax.Array, jax.Array]
 
 
 def _backward_of_device(
-    plan: Plan, given: Inputs, mixed: jax.Array, log_z: jax.Array, dy: jax.Array
+    plan: RingPlan, given: Inputs, mixed: jax.Array, log_z: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer.
 
@@ -235,7 +235,7 @@ def _backward_of_device(
     return dq.astype(q.dtype), dk, dv, dbias
 
 
-def _queries(plan: Plan, given: Inputs) -> list[Queries]:
+def _queries(plan: RingPlan, given: Inputs) -> list[Queries]:
     """The chunks of a device's queries."""
     q, k, _, bias, segments, _ = given
     device, j = jax.lax.axis_index(plan.axis), k.shape[2]
@@ -250,7 +250,7 @@ def _queries(plan: Plan, given: Inputs) -> list[Queries]:
     ]
 
 
-def _keys(plan: Plan, *arrays: jax.Array | None) -> list[_Sent]:
+def _keys(plan: RingPlan, *arrays: jax.Array | None) -> list[_Sent]:
     """The chunks of a device's keys, values and segments."""
     return [_Sent(*chunk) for chunk in zip(*(plan.chunks(x, 1) for x in arrays), strict=True)]
 
@@ -262,7 +262,11 @@ def _rows(query: Queries) -> tuple[int, ...]:
 
 
 def _all_visits(
-    plan: Plan, visit: Callable[..., tuple[_State, _Gradient]], state: _State, keys: list[_Sent], gradients: _Gradient
+    plan: RingPlan,
+    visit: Callable[..., tuple[_State, _Gradient]],
+    state: _State,
+    keys: list[_Sent],
+    gradients: _Gradient,
 ) -> tuple[_State, _Gradient]:
     """`state` and the gradients of the device's own keys after the keys of all devices were visited.
 
@@ -292,7 +296,7 @@ def _all_visits(
 
 
 def _visit(
-    plan: Plan,
+    plan: RingPlan,
     block: Callable[[Any, Keys, bool, _State, _Gradient], tuple[_State, _Gradient]],
     queries: list[Any],
     states: list[_State],
@@ -340,7 +344,7 @@ def _visit(
     return put(states, state), put(gradients, gradient)
 
 
-def _placed(plan: Plan, device: jax.Array, number: int, sent: _Sent) -> Keys:
+def _placed(plan: RingPlan, device: jax.Array, number: int, sent: _Sent) -> Keys:
     """A chunk of keys with its positions and its place in the order of `Partition.sequence_order`."""
     size = sent.k_BSJK.shape[1]
     if plan.mode == "gather":

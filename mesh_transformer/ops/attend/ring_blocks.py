@@ -77,7 +77,7 @@ class KeyGradients(NamedTuple):
 Gradients = tuple[QueryGradients, KeyGradients]
 
 
-class Blocks(Protocol):
+class RingBlocks(Protocol):
     """The computation of a block."""
 
     def forward(self, query: Queries, key: Keys, masked: bool, softmax: Softmax) -> Softmax:
@@ -103,7 +103,7 @@ class Plain:
     window: jax.Array | None
 
     def forward(self, query: Queries, key: Keys, masked: bool, softmax: Softmax) -> Softmax:
-        """See `Blocks`."""
+        """See `RingBlocks`."""
         logits = self._logits(query, key, self._products(query, key), masked)
         largest = jnp.maximum(softmax.largest_BJGC, logits.max(-1))
         exps, rescale = jnp.exp(logits - largest[..., None]), jnp.exp(softmax.largest_BJGC - largest)
@@ -114,7 +114,7 @@ class Plain:
     def backward(
         self, rows: Backward, key: Keys, masked: bool, dquery: QueryGradients, dkey: KeyGradients
     ) -> Gradients:
-        """See `Blocks`."""
+        """See `RingBlocks`."""
         query, dtype = rows.query, rows.query.q_BCJGK.dtype
         products = self._products(query, key)
         logits = self._logits(query, key, products, masked)
@@ -156,10 +156,10 @@ class Plain:
 class Splash:
     """Blocks by the splash kernel. There is no bias and no window."""
 
-    kernels: splash.Blocks
+    kernels: splash.SplashBlocks
 
     def forward(self, query: Queries, key: Keys, masked: bool, softmax: Softmax) -> Softmax:
-        """See `Blocks`."""
+        """See `RingBlocks`."""
         mixed, log_z = self.kernels.forward(*self._arguments(query, key, masked))
         mixed = rearrange(mixed, "b c (j g) k -> b j g c k", j=key.k_BSJK.shape[2]).astype(jnp.float32)
         log_z = rearrange(log_z, "b (j g) c -> b j g c", j=key.k_BSJK.shape[2])
@@ -171,7 +171,7 @@ class Splash:
     def backward(
         self, rows: Backward, key: Keys, masked: bool, dquery: QueryGradients, dkey: KeyGradients
     ) -> Gradients:
-        """See `Blocks`."""
+        """See `RingBlocks`."""
         assert rows.mixed_BCJGK is not None
         log_z = rearrange(rows.log_z_BJGC, "b j g c -> b (j g) c")
         arguments = self._arguments(rows.query, key, masked)

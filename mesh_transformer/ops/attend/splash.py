@@ -20,9 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.kernel import (
+    AttentionKernel,
     Call,
     Case,
-    Kernel,
     Windows,
     changed_arguments,
     on_each_device,
@@ -59,7 +59,7 @@ _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | No
 
 
 def refuses(case: Case) -> str | None:
-    """See `Kernel`."""
+    """See `AttentionKernel`."""
     target, widths = case.target, (case.head_dim, case.value_dim)
     if target.platform != "tpu" or target.generation not in _GENERATIONS:
         device = f"TPU {target.generation}" if target.platform == "tpu" else target.platform.upper()
@@ -82,12 +82,12 @@ def refuses(case: Case) -> str | None:
 
 
 def unsupported() -> str | None:
-    """See `Kernel`."""
+    """See `AttentionKernel`."""
     return changed_arguments(_MODULE, "_splash_attention_bwd", (*_KEPT, "res", "do"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Plan:
+class _SplashPlan:
     """The static arguments of an attention."""
 
     partition: Partition
@@ -96,9 +96,9 @@ class _Plan:
     windows: Windows
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> SplashBlocks:
         """The kernels of one device."""
-        return Blocks.of(self.partition, self.scale, self.softcap)
+        return SplashBlocks.of(self.partition, self.scale, self.softcap)
 
     def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         """`function` of the plan, and of the arrays of one device."""
@@ -118,14 +118,14 @@ class _Plan:
 
 
 def attend(partition: Partition, call: Call) -> jax.Array:
-    """See `Kernel`. The policies of compute.remat refer to the saved arrays by the name "attn_out"."""
-    plan = _Plan(partition, call.scale, call.softcap, call.windows)
+    """See `AttentionKernel`. The policies of compute.remat refer to the saved arrays by the name "attn_out"."""
+    plan = _SplashPlan(partition, call.scale, call.softcap, call.windows)
     return _attend(plan, call.q_BTHK, call.k_BTJK, call.v_BTJV, call.segments_BT, call.window_index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    plan: _Plan,
+    plan: _SplashPlan,
     q_BTHK: jax.Array,
     k_BTJK: jax.Array,
     v_BTJV: jax.Array,
@@ -136,7 +136,7 @@ def _attend(
 
 
 def _forward(
-    plan: _Plan,
+    plan: _SplashPlan,
     q_BTHK: jax.Array,
     k_BTJK: jax.Array,
     v_BTJV: jax.Array,
@@ -145,7 +145,7 @@ def _forward(
 ) -> tuple[jax.Array, _Saved]:
     heads, rows, normalizer = plan.specs
 
-    def of_device(plan: _Plan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, jax.Array]:
+    def of_device(plan: _SplashPlan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, jax.Array]:
         return plan.of_window(functools.partial(plan.blocks.forward, "causal"), index, *arrays)
 
     run = plan.map(of_device, (P(), heads, heads, heads, rows), (heads, normalizer))
@@ -154,12 +154,12 @@ def _forward(
     return mixed, (q_BTHK, k_BTJK, v_BTJV, segments_BT, window_index, mixed, log_z)
 
 
-def _backward(plan: _Plan, saved: _Saved, dy_BTHV: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(plan: _SplashPlan, saved: _Saved, dy_BTHV: jax.Array) -> tuple[jax.Array | None, ...]:
     heads, rows, normalizer = plan.specs
     q, k, v, segments_BT, window_index, mixed, log_z = saved
     segments = None if segments_BT is None else (segments_BT, segments_BT)
 
-    def of_device(plan: _Plan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, ...]:
+    def of_device(plan: _SplashPlan, index: jax.Array | None, *arrays: object) -> tuple[jax.Array, ...]:
         return plan.of_window(functools.partial(plan.blocks.backward, "causal"), index, *arrays)
 
     run = plan.map(of_device, (P(), heads, heads, heads, rows, heads, normalizer, heads), (heads, heads, heads))
@@ -171,7 +171,7 @@ _attend.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class SplashBlocks:
     """The kernels for the queries and keys of one device."""
 
     scale: float
@@ -180,7 +180,7 @@ class Blocks:
     interpret: bool
 
     @classmethod
-    def of(cls, partition: Partition, scale: float, softcap: float | None) -> Blocks:
+    def of(cls, partition: Partition, scale: float, softcap: float | None) -> SplashBlocks:
         """The kernels for the devices of a partition."""
         return cls(scale, softcap, interpret=partition.target.platform == "cpu")
 
@@ -304,4 +304,4 @@ def _masks() -> ModuleType:
     return splash_attention_mask
 
 
-KERNEL = Kernel(refuses, unsupported, attend)
+KERNEL = AttentionKernel(refuses, unsupported, attend)

@@ -13,7 +13,15 @@ from einops import rearrange
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.experts.layer import NO_BIASES, Activation, Biases, Choices, Weights, exchanged, on_device
+from mesh_transformer.ops.experts.layer import (
+    NO_BIASES,
+    Activation,
+    Biases,
+    Choices,
+    ExpertWeights,
+    exchanged,
+    on_device,
+)
 from mesh_transformer.ops.experts.routing import Routing, total
 from mesh_transformer.parallel.sharding import Partition, active, platform
 
@@ -60,9 +68,9 @@ def apply(
     Returns:
         (B, T, D) of x's dtype, and the number of choices that were dropped, over all devices, float32.
     """
-    group = Group.of(dispatch)
+    group = ExpertDevices.of(dispatch)
 
-    def one_device(x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, weights: Weights) -> _Sums:
+    def one_device(x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, weights: ExpertWeights) -> _Sums:
         x_ND, weights_Nk, experts_Nk = (rearrange(x, "b t d -> (b t) d") for x in (x_BTD, weights_BTk, experts_BTk))
         capacity = dispatch.capacity(experts_Nk.size, len(in_EDF))
         choices, all_experts = Choices(weights_Nk, experts_Nk), len(weights.in_EDF) == len(in_EDF)
@@ -76,13 +84,13 @@ def apply(
         return y_ND.reshape(x_BTD.shape), dropped.astype(jnp.float32)
 
     run = one_device if group is None else group.map(one_device)
-    weights = Weights(gate_EDF, in_EDF, out_EFD, biases)
+    weights = ExpertWeights(gate_EDF, in_EDF, out_EFD, biases)
     y_BTD, dropped = run(x_BTD, routing.weights_BTk, routing.experts_BTk, weights)
     return y_BTD, total(dropped)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Group:
+class ExpertDevices:
     """The devices that split the tokens, the experts or their widths, by the mesh axes of each of these.
 
     Each device has all choices of its tokens. It may have the tokens of all devices that split the experts.
@@ -95,7 +103,7 @@ class Group:
     mlp: tuple[str, ...]
 
     @classmethod
-    def of(cls, dispatch: Dispatch) -> Group | None:
+    def of(cls, dispatch: Dispatch) -> ExpertDevices | None:
         """The devices of the active partition; None with a single device."""
         partition = active()
         if partition is None or partition.mesh.size == 1:
@@ -127,7 +135,7 @@ class Group:
         return jax.lax.axis_index(self.experts) * count if self.experts else jnp.zeros((), jnp.int32)
 
     def map(self, function: Callable[..., _Sums]) -> Callable[..., _Sums]:
-        """`function` on the shards of each device: of three arrays of all tokens, and of `Weights`.
+        """`function` on the shards of each device: of three arrays of all tokens, and of `ExpertWeights`.
 
         An array that several devices share gets a leading dimension, which these devices split. So the sums of outputs
         and gradients over the devices are outside of the `shard_map`, where the partitioner can join a sum with a split
@@ -136,17 +144,17 @@ class Group:
         mesh = self.partition.current_mesh
         tokens = P(self.gathers, self.mlp, self.batch, self.seq)
         columns, rows = (P(self.same_weights, self.experts, *dims) for dims in ((None, self.mlp), (self.mlp,)))
-        specs = Weights._make((columns, columns, rows, Biases._make((rows, rows, rows))))
+        specs = ExpertWeights._make((columns, columns, rows, Biases._make((rows, rows, rows))))
         axes = tuple(dict.fromkeys((*self.gathers, *self.mlp, *self.batch, *self.seq)))
 
-        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: Weights) -> _Sums:
+        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: ExpertWeights) -> _Sums:
             local_parameters = jax.tree.map(lambda parameter: parameter[0], parameters).with_out_bias(
                 lambda b_E1D: b_E1D[:, 0]
             )
             y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], local_parameters)
             return y[None, None], dropped[None]
 
-        def run(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: Weights) -> _Sums:
+        def run(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: ExpertWeights) -> _Sums:
             parameters = jax.tree.map(self._copies_of_weight, parameters.with_out_bias(self._rows_of_bias))
             x, weights, experts = map(self._for_tokens, (x, weights, experts))
             y, dropped = jax.shard_map(

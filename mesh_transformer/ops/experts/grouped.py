@@ -13,7 +13,7 @@ import importlib
 
 import jax
 
-from mesh_transformer.ops.experts.kernel import Arrays, Kernel, live
+from mesh_transformer.ops.experts.kernel import Arrays, ExpertsKernel, live
 from mesh_transformer.parallel.sharding import platform
 
 # the module of each platform's kernel, which is imported where it is used
@@ -34,13 +34,15 @@ def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_ro
 
 
 @functools.cache
-def _kernel(platform: str) -> Kernel:
-    kernel: Kernel = importlib.import_module(f"{__package__}.{_MODULES[platform]}").KERNEL
+def _kernel(platform: str) -> ExpertsKernel:
+    kernel: ExpertsKernel = importlib.import_module(f"{__package__}.{_MODULES[platform]}").KERNEL
     return kernel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_matmul(kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array) -> Arrays:
+def _grouped_matmul(
+    kernel: ExpertsKernel, all_rows: bool, x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array
+) -> Arrays:
     return _live(kernel.product(x_ND, w_EDF, sizes_E), sizes_E, all_rows)
 
 
@@ -50,13 +52,13 @@ def _live(ys: Arrays, sizes_E: jax.Array, all_rows: bool) -> Arrays:
 
 
 def _forward(
-    kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array
+    kernel: ExpertsKernel, all_rows: bool, x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array
 ) -> tuple[Arrays, tuple[jax.Array, Arrays, jax.Array]]:
     return _live(kernel.product(x_ND, w_EDF, sizes_E), sizes_E, all_rows), (x_ND, w_EDF, sizes_E)
 
 
 def _backward(
-    kernel: Kernel, all_rows: bool, saved: tuple[jax.Array, Arrays, jax.Array], dys: Arrays
+    kernel: ExpertsKernel, all_rows: bool, saved: tuple[jax.Array, Arrays, jax.Array], dys: Arrays
 ) -> tuple[jax.Array, Arrays, None]:
     x_ND, w_EDF, sizes_E = saved
     dys = tuple(dy_NF.astype(x_ND.dtype) for dy_NF in dys)

@@ -15,7 +15,7 @@ Arrays = tuple[jax.Array, ...]
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-class Kernel(NamedTuple):
+class ExpertsKernel(NamedTuple):
     """The products of one platform, each with one or several matrices of a group.
 
     N rows, E groups, D input dims, F output dims of a matrix; sizes (E,) int32.

@@ -36,7 +36,7 @@ NO_BIASES = Biases()
 Affine = Callable[[jax.Array, Arrays, Sequence[jax.Array | None]], Arrays]
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The parameters of the experts: (activation(x gate) * (x in)) out, or activation(x in) out without a gate; each
     product plus its bias, if there is one."""
 
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
     out_EFD: jax.Array
     biases: Biases = NO_BIASES
 
-    def with_out_bias(self, function: Callable[[jax.Array], jax.Array]) -> Weights:
+    def with_out_bias(self, function: Callable[[jax.Array], jax.Array]) -> ExpertWeights:
         """The same with function(bias of the outputs), if there is one."""
         b_ED = self.biases.out_ED
         return self if b_ED is None else self._replace(biases=self.biases._replace(out_ED=function(b_ED)))
@@ -75,7 +75,7 @@ class Choices(NamedTuple):
 def on_device(
     x_ND: jax.Array,
     choices: Choices,
-    weights: Weights,
+    weights: ExpertWeights,
     activation: Activation,
     capacity: int | None,
     *,
@@ -110,7 +110,7 @@ def on_device(
 def exchanged(
     x_ND: jax.Array,
     choices: Choices,
-    weights: Weights,
+    weights: ExpertWeights,
     activation: Activation,
     capacity: int | None,
     axes: tuple[str, ...],
@@ -133,7 +133,12 @@ def exchanged(
 
 
 def _exchanged_all(
-    x_ND: jax.Array, choices: Choices, queues: Queues, weights: Weights, activation: Activation, axes: tuple[str, ...]
+    x_ND: jax.Array,
+    choices: Choices,
+    queues: Queues,
+    weights: ExpertWeights,
+    activation: Activation,
+    axes: tuple[str, ...],
 ) -> jax.Array:
     """The outputs of all choices. The experts of a token differ, so at most min(k, e) of its choices go to one device:
     each device has room for N min(k, e) rows of each other device."""
@@ -160,14 +165,16 @@ def _swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
 
 
-def _of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
+def _of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: ExpertWeights, activation: Activation) -> jax.Array:
     """The output of each row's expert, 0 for an expert number out of range: (M, D) -> (M, D)."""
     queues = Queues.of(experts_M[None], len(weights.in_EDF))
     rows = Rows.of(queues.order_kN, len(x_MD), full=True)
     return spread(grouped(spread(x_MD, rows), queues, weights, activation, all_rows=False), rows.back)
 
 
-def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activation, *, all_rows: bool) -> jax.Array:
+def grouped(
+    x_MD: jax.Array, queues: Queues, weights: ExpertWeights, activation: Activation, *, all_rows: bool
+) -> jax.Array:
     """The outputs of rows in the order of `queues`; `all_rows` as in `grouped_matmul`."""
 
     def affine(x: jax.Array, w: Arrays, b_EF: Sequence[jax.Array | None]) -> Arrays:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.ops.experts.kernel import Kernel, each, summed
+from mesh_transformer.ops.experts.kernel import ExpertsKernel, each, summed
 
 # The largest tiles, in bytes of a row of a tile: with two buffers of each tile they fit 16 MiB, the part of a core's
 # memory that a kernel may use.
@@ -76,9 +76,9 @@ def _padded(x_ND: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(x_ND, ((0, -len(x_ND) % rows), (0, 0)))
 
 
-def kernel(*, interpret: bool = False) -> Kernel:
+def kernel(*, interpret: bool = False) -> ExpertsKernel:
     """The kernels, compiled for a TPU or interpreted on any platform."""
-    return Kernel(
+    return ExpertsKernel(
         each(functools.partial(_product, interpret=interpret)),
         summed(functools.partial(_product, transposed=True, interpret=interpret)),
         each(functools.partial(_weight_gradient, interpret=interpret)),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.parallel.sharding import active
-from mesh_transformer.spec import Router
+from mesh_transformer.spec import RouterSpec
 
 
 class Routing(NamedTuple):
@@ -37,7 +37,7 @@ def _shares(scores_BTE: jax.Array) -> jax.Array:
     return scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20)
 
 
-# the scores of `Router`: logits -> scores, and scores -> scores with a sum of 1
+# the scores of `RouterSpec`: logits -> scores, and scores -> scores with a sum of 1
 _SCORES: dict[str, tuple[Scores, Scores]] = {
     "softmax": (jax.nn.softmax, lambda scores_BTE: scores_BTE),
     "sigmoid": (jax.nn.sigmoid, _shares),
@@ -57,7 +57,7 @@ def _two_best(scores_BTGE: jax.Array) -> jax.Array:
 _GROUP_SCORES: dict[str, tuple[Scores, float]] = {"max": (_greatest, 0.0), "two_best": (_two_best, -jnp.inf)}
 
 
-def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None) -> Routing:
+def route(router: RouterSpec, logits_BTE: jax.Array, bias_E: jax.Array | None = None) -> Routing:
     """The choices of a router, from logits of float32. No gradient goes through the choice, nor to the bias."""
     scores_of, probs_of = _SCORES[router.scores]
     scores_BTE = scores_of(logits_BTE)
@@ -74,7 +74,7 @@ def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None
     return Routing(weights_BTk * router.scale, experts_BTk, probs_BTE)
 
 
-def _of_best_groups(router: Router, ranked_BTE: jax.Array) -> jax.Array:
+def _of_best_groups(router: RouterSpec, ranked_BTE: jax.Array) -> jax.Array:
     """The scores, lowered for the experts outside of the best groups."""
     grouped = rearrange(ranked_BTE, "b t (g e) -> b t g e", g=router.groups)
     score_of, outside = _GROUP_SCORES[router.group_score]

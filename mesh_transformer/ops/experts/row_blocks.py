@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.experts import row_loop
-from mesh_transformer.ops.experts.kernel import Kernel, each, summed, zeros
+from mesh_transformer.ops.experts.kernel import ExpertsKernel, each, summed, zeros
 
 # bytes of the matrices' copies
 _COPIES = 1 << 27
@@ -53,7 +53,7 @@ def _group(number_N: jax.Array, ends_E: jax.Array) -> jax.Array:
     return jnp.minimum((number_N[:, None] >= ends_E[None]).sum(1), len(ends_E) - 1)
 
 
-KERNEL = Kernel(
+KERNEL = ExpertsKernel(
     each(_product),
     summed(functools.partial(_product, transposed=True)),
     functools.partial(row_loop.weight_gradient, least=_GRADIENT_ROWS),

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.ops.experts.kernel import Arrays, Kernel, zeros
+from mesh_transformer.ops.experts.kernel import Arrays, ExpertsKernel, zeros
 
 # R at most and at least, and where groups have few rows; R at least of the gradient of a matrix
 _MOST, _LEAST, _FEW, _GRADIENT_LEAST = 128, 16, 4, 32
@@ -79,7 +79,7 @@ def _products(xs: Arrays, w_EDF: Arrays, sizes_E: jax.Array, widths: Sequence[in
 
 
 def weight_gradient(x_ND: jax.Array, dy_NF: Arrays, sizes_E: jax.Array, *, least: int = _GRADIENT_LEAST) -> Arrays:
-    """See `Kernel`. The products of blocks, of at least `least` rows, are summed in float32."""
+    """See `ExpertsKernel`. The products of blocks, of at least `least` rows, are summed in float32."""
     first, rows = gradient_rows(len(x_ND), len(sizes_E), least=least)
     widths = [dy.shape[1] for dy in dy_NF]
 
@@ -139,4 +139,4 @@ def _each_group(sizes_E: jax.Array, function: Callable[..., Carry], carry: Carry
     return jax.lax.fori_loop(0, (sizes_E > 0).sum(), step, carry)
 
 
-KERNEL = Kernel(_product, _product_transposed, weight_gradient)
+KERNEL = ExpertsKernel(_product, _product_transposed, weight_gradient)

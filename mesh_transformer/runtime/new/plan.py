@@ -28,7 +28,7 @@ _VALIDATIONS, _LONGEST_BETWEEN = 10, 1000
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run and its predictions.
 
     Args:
@@ -123,7 +123,7 @@ class _Case:
         }
 
 
-def make(answers: Answers, machine: Machine, name: str) -> Plan:
+def make(answers: Answers, machine: Machine, name: str) -> RunPlan:
     """The plan of a run.
 
     Args:
@@ -202,7 +202,7 @@ def _at_speed(budget: Budget, tokens_per_s: float) -> float:
     return budget.tokens or 0.0
 
 
-def _planned(case: _Case, checkpoint: str | None, name: str) -> Plan:
+def _planned(case: _Case, checkpoint: str | None, name: str) -> RunPlan:
     budget, most = case.answers.budget, case.most_tokens or math.inf
     sequences = case.sequences(min(_at_speed(budget, case.machine.flops / (6 * case.parameters)), most))
     placed = _placed(case, sequences)
@@ -215,7 +215,7 @@ def _planned(case: _Case, checkpoint: str | None, name: str) -> Plan:
     steps = int(tokens / step_tokens)
     _check(case, in_budget, steps, step_tokens, placed.step_s)
     epochs = rule.TUNE_EPOCHS if case.tuned else rule.MOST_EPOCHS
-    return Plan(
+    return RunPlan(
         answers=case.answers,
         placed=placed,
         grouped=_completed(case, placed, steps, step_tokens, name),

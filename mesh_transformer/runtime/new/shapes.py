@@ -64,14 +64,14 @@ _D_FF_MULTIPLE = 128
 _MOST_ROTARY_DIMS = 64
 
 
-class Choice(NamedTuple):
+class ModelChoice(NamedTuple):
     """A model from scratch: a family, and a size or None for the size that fits the budget."""
 
     family: str
     shape: Shape | None
 
 
-def parse(text: str) -> Choice:
+def parse(text: str) -> ModelChoice:
     """The choice that FAMILY, SIZE or FAMILY:SIZE names. A size alone is of the family gptj.
 
     Raises:
@@ -87,10 +87,10 @@ def parse(text: str) -> Choice:
             f"size ({', '.join(shape.name for shape in SHAPES)}), or both, such as llama{SEPARATOR}350M"
         )
     if not size:
-        return Choice(family, None)
+        return ModelChoice(family, None)
     if size.lower() not in SIZES:
         raise UserError(f"model {text!r}: unknown size; known are {', '.join(shape.name for shape in SHAPES)}")
-    return Choice(family, SIZES[size.lower()])
+    return ModelChoice(family, SIZES[size.lower()])
 
 
 def model_values(family: str, shape: Shape, n_vocab: int, seq: int | None) -> Values:

@@ -10,7 +10,7 @@ from mesh_transformer.estimate.prediction import FORMULA_MEMORY
 from mesh_transformer.runtime.new import rule
 from mesh_transformer.runtime.new.answers import CPU
 from mesh_transformer.runtime.new.machine import FORMULA_SOURCE
-from mesh_transformer.runtime.new.plan import DATA, Plan
+from mesh_transformer.runtime.new.plan import DATA, RunPlan
 
 _WIDTH = 110
 # comments above fields: for every run (_FIELDS), and for a training (_TRAIN) or a fine-tuning (_TUNE)
@@ -41,7 +41,7 @@ _TUNE = {
 }
 
 
-def config_text(plan: Plan, command: str, price: float | None) -> str:
+def config_text(plan: RunPlan, command: str, price: float | None) -> str:
     """The file. Its lines that begin with // are comments.
 
     Args:
@@ -59,7 +59,7 @@ def config_text(plan: Plan, command: str, price: float | None) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def next_commands(plan: Plan, path: str) -> list[str]:
+def next_commands(plan: RunPlan, path: str) -> list[str]:
     """The command lines for the next steps of the user."""
     tune = ["--tune-model-path", plan.checkpoint] if plan.checkpoint else []
     kind = plan.answers.hardware
@@ -69,12 +69,12 @@ def next_commands(plan: Plan, path: str) -> list[str]:
     return [f"{environment.command_line(name)} {shlex.join(words)}" for name, words in (*judge, train, sample)]
 
 
-def summary(plan: Plan, price: float | None) -> list[str]:
+def summary(plan: RunPlan, price: float | None) -> list[str]:
     """The predictions for the run, in sentences."""
     return [_time(plan, price), _memory(plan), _tokens(plan)]
 
 
-def _head(plan: Plan, command: str, price: float | None) -> Iterator[str]:
+def _head(plan: RunPlan, command: str, price: float | None) -> Iterator[str]:
     verb = "fine-tunes" if plan.checkpoint else "trains"
     what = plan.checkpoint or f"a {plan.grouped['model']['family']} model"
     yield from _wrapped(f"This run {verb} {what} of {plan.parameters:,} parameters on {plan.answers.hardware}.", "")
@@ -83,7 +83,7 @@ def _head(plan: Plan, command: str, price: float | None) -> Iterator[str]:
     yield from _wrapped(f"Written by: {command}", "")
 
 
-def _time(plan: Plan, price: float | None) -> str:
+def _time(plan: RunPlan, price: float | None) -> str:
     of_chips = plan.chips * plan.hours
     steps = f"{plan.steps:,} steps of {plan.placed.step_s:.3g} s, {_short(plan.hours)} hours"
     cost = "" if plan.answers.hardware == CPU else f", {_short(of_chips)} chip hours"
@@ -95,14 +95,14 @@ def _short(hours: float) -> str:
     return f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: RunPlan) -> str:
     placed = plan.placed
     close = placed.source == FORMULA_SOURCE and placed.peak_gib * (1 + FORMULA_MEMORY) > placed.usable_gib
     warning = f" The closed form errs by up to {FORMULA_MEMORY:.0%}: only the compiler can say whether this fits."
     return f"Memory of a device: {placed.peak_gib:.2f} of {placed.usable_gib:.2f} GiB.{warning * close}"
 
 
-def _tokens(plan: Plan) -> str:
+def _tokens(plan: RunPlan) -> str:
     text = f"Tokens: {plan.tokens:,}, limited by {plan.limit}"
     if not plan.checkpoint:
         ratio = plan.tokens / plan.parameters
@@ -116,7 +116,7 @@ def _tokens(plan: Plan) -> str:
     return f"{text}. They are {passes} {'pass' if passes == '1' else 'passes'} over the data."
 
 
-def _comment(plan: Plan, field: str, value: object) -> str:
+def _comment(plan: RunPlan, field: str, value: object) -> str:
     if field == "data.val_batches" and value:
         return ""
     return {**_FIELDS, **(_TUNE if plan.checkpoint else _TRAIN)}.get(field, "")

@@ -25,7 +25,7 @@ def router(model: ServedModel) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=ChatResponse, responses=ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(body, model)
-        form = _Form(model, (body.top_logprobs or 0) if body.logprobs else None)
+        form = _ChatFormat(model, (body.top_logprobs or 0) if body.logprobs else None)
         return await generation.respond(request, body, model, form, lambda: _prompts(body, model), count=1)
 
     return routes
@@ -67,8 +67,8 @@ async def _prompts(body: ChatRequest, model: ServedModel) -> list[Prompt]:
 
 
 @dataclasses.dataclass
-class _Form:
-    """See `generation.Form`."""
+class _ChatFormat:
+    """See `generation.ResponseFormat`."""
 
     model: ServedModel
     logprobs: int | None

@@ -29,7 +29,7 @@ def router(model: ServedModel) -> APIRouter:
     @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         _check(body, model)
-        form = _Form(model, body.logprobs, body.echo and body.logprobs is not None)
+        form = _CompletionFormat(model, body.logprobs, body.echo and body.logprobs is not None)
         return await generation.respond(
             request, body, model, form, lambda: _prompts(body, model), count=len(body.prompt)
         )
@@ -68,8 +68,8 @@ async def _echoes(body: CompletionRequest, model: ServedModel, prompts: Sequence
 
 
 @dataclasses.dataclass
-class _Form:
-    """See `generation.Form`."""
+class _CompletionFormat:
+    """See `generation.ResponseFormat`."""
 
     model: ServedModel
     logprobs: int | None

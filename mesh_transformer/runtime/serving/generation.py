@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
     echo: Echo | None = None
 
 
-class Form(Protocol):
+class ResponseFormat(Protocol):
     """The form of an endpoint's responses.
 
     Args:
@@ -70,7 +70,7 @@ Prompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
 
 async def respond(
-    request: Request, body: SampledRequest, model: ServedModel, form: Form, prompts: Prompts, count: int
+    request: Request, body: SampledRequest, model: ServedModel, form: ResponseFormat, prompts: Prompts, count: int
 ) -> Response:
     """The response to a request: one JSON object, or a stream of events.
 
@@ -105,7 +105,9 @@ def check(body: SampledRequest, model: ServedModel) -> None:
     model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
 
 
-async def _start(body: SampledRequest, model: ServedModel, form: Form, prompts: Prompts, job: GenerationJob) -> _Answer:
+async def _start(
+    body: SampledRequest, model: ServedModel, form: ResponseFormat, prompts: Prompts, job: GenerationJob
+) -> _Answer:
     """Start the sequences of a request: n samples of each prompt, in order."""
     made = await prompts()
     samples = [(prompt, params) for prompt in made for params in _samples(body, model, form, prompt.max_tokens)]
@@ -126,7 +128,7 @@ async def _start(body: SampledRequest, model: ServedModel, form: Form, prompts: 
     return _Answer(form, job, choices, sum(len(prompt.tokens) for prompt in made), head, usage)
 
 
-def _samples(body: SampledRequest, model: ServedModel, form: Form, max_tokens: int) -> list[SamplingParams]:
+def _samples(body: SampledRequest, model: ServedModel, form: ResponseFormat, max_tokens: int) -> list[SamplingParams]:
     """The parameters of the n samples of a prompt. They differ in their seeds."""
     options = {name: getattr(body, name) for name in OPTIONS}
     # vLLM's value for all tokens
@@ -157,7 +159,7 @@ class _Answer:
         usage: which events of a stream have the usage.
     """
 
-    form: Form
+    form: ResponseFormat
     job: GenerationJob
     choices: Sequence[ChoiceBuilder]
     prompt_tokens: int

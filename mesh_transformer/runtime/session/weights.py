@@ -19,7 +19,7 @@ from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 
 
-class Weights(NamedTuple):
+class LoadedWeights(NamedTuple):
     """The parameters of a checkpoint, in the compute dtype, on the devices, and the step of the checkpoint."""
 
     params: Params
@@ -91,7 +91,7 @@ def start_checkpoint(root: str, tuned: Checkpoint | None) -> Checkpoint | None:
     return tuned
 
 
-def read_params(session: Session, checkpoint: Checkpoint, *, for_decode: bool = False) -> Weights:
+def read_params(session: Session, checkpoint: Checkpoint, *, for_decode: bool = False) -> LoadedWeights:
     """Load the parameters of a checkpoint, without the optimizer state, as `Session.whole_sequences` has them.
 
     A context longer than the checkpoint's is a warning.
@@ -112,7 +112,7 @@ def read_params(session: Session, checkpoint: Checkpoint, *, for_decode: bool = 
         else:
             params = load(source, {"params": abstract})["params"]
     platforms.return_freed_memory()
-    return Weights(params, source.counts.step)
+    return LoadedWeights(params, source.counts.step)
 
 
 def open_checkpoint(session: Session, checkpoint: Checkpoint) -> TensorSource:

@@ -29,7 +29,7 @@ from mesh_transformer.runtime.training.run_folder import SAMPLES
 SECONDS = "samples/seconds"
 
 
-class Sample(NamedTuple):
+class PromptSample(NamedTuple):
     """A prompt as text, with the text of a chat template, and its completion."""
 
     prompt: str
@@ -103,7 +103,7 @@ class PromptSamples:
             return True
         if first:
             self._log_costs(seconds)
-        samples = [Sample(prompt.text, completions[i]) for i, prompt in enumerate(self._prompts)]
+        samples = [PromptSample(prompt.text, completions[i]) for i, prompt in enumerate(self._prompts)]
         if samples != newest(folder, step):
             append(folder, step, samples)
             for number, sample in enumerate(samples, 1):
@@ -214,17 +214,17 @@ def check_prompts(prompts: Sequence[EncodedPrompt], config: Config) -> None:
             )
 
 
-def append(folder: str, step: int, samples: Sequence[Sample]) -> None:
+def append(folder: str, step: int, samples: Sequence[PromptSample]) -> None:
     """Add a record to `folder`/samples.jsonl."""
     with contextlib.closing(logs.JsonLines(os.path.join(folder, SAMPLES))) as file:
         file.append(step, {"samples": [sample._asdict() for sample in samples]})
 
 
-def newest(folder: str, step: int) -> list[Sample] | None:
+def newest(folder: str, step: int) -> list[PromptSample] | None:
     """The samples that were written last for `step`. None if there are none."""
     records = logs.read_json_lines(os.path.join(folder, SAMPLES), _is_samples)
     versions = [record["samples"] for record in records if record["step"] == step]
-    return [Sample(**sample) for sample in versions[-1]] if versions else None
+    return [PromptSample(**sample) for sample in versions[-1]] if versions else None
 
 
 def cut_broken_end(folder: str) -> None:
@@ -242,5 +242,5 @@ def _is_samples(value: Any) -> bool:
 
 
 def _is_sample(value: Any) -> bool:
-    known = isinstance(value, dict) and value.keys() == set(Sample._fields)
+    known = isinstance(value, dict) and value.keys() == set(PromptSample._fields)
     return known and all(isinstance(text, str) for text in value.values())

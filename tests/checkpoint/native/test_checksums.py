@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.native.manifest import array_checksum, describe
 from mesh_transformer.checkpoint.native.source import NativeSource, ocdbt
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, UpdateCounts
 from mesh_transformer.errors import UserError
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -31,7 +31,7 @@ def state(run: TrainProgram) -> TrainState:
 
 def as_source(state: TrainState) -> ArraySource:
     leaves = flatten({"params": state.params, "mu": state.opt_state["mu"], "nu": state.opt_state["nu"]})
-    return ArraySource({name: np.asarray(leaf) for name, leaf in leaves.items()}, Counts(0, 0, 0))
+    return ArraySource({name: np.asarray(leaf) for name, leaf in leaves.items()}, UpdateCounts(0, 0, 0))
 
 
 def exchange_layers(folder: str, key: str) -> None:

@@ -27,7 +27,7 @@ from mesh_transformer.checkpoint.native import writer
 from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, blocks, chunk_shape
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, TensorInfo
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorInfo, UpdateCounts
 from mesh_transformer.errors import UserError
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -53,7 +53,7 @@ def as_source(state: TrainState) -> ArraySource:
     """The state as a `TensorSource`."""
     adam = state.opt_state
     named = manifests.flatten({"params": state.params, "mu": adam["mu"], "nu": adam["nu"]})
-    return ArraySource({name: np.asarray(x) for name, x in named.items()}, Counts(5, 5, 5), {"config": {"a": 1}})
+    return ArraySource({name: np.asarray(x) for name, x in named.items()}, UpdateCounts(5, 5, 5), {"config": {"a": 1}})
 
 
 def read_all(source) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def test_a_saved_step_is_read_by_name(tmp_path: Path, state: TrainState) -> None
     store.save(5, state, {"tokens": 7})
     store.close()
     source = NativeSource(str(tmp_path / "step_5"))
-    assert source.counts == Counts(5, 5, 5)
+    assert source.counts == UpdateCounts(5, 5, 5)
     assert source.extra == {"tokens": 7}
     expected = as_source(state)
     assert_same(read_all(source), expected.arrays)
@@ -101,7 +101,7 @@ def test_parameters_in_half_precision_are_restored_in_float32_on_another_mesh(
 ) -> None:
     source = as_source(state)
     params = {name: x.astype(dtype) for name, x in source.arrays.items() if name.startswith("params/")}
-    write_native(ArraySource(params, Counts(9)), str(tmp_path))
+    write_native(ArraySource(params, UpdateCounts(9)), str(tmp_path))
     on = program(TINY, "mesh.tp=4", "mesh.fsdp=2", devices=8)
     wanted = {"params": on.abstract_state.params}
     source = NativeSource(str(tmp_path / "step_9"))
@@ -226,7 +226,7 @@ def interrupt_at(number: int) -> Callable[[FrameType, str, object], object]:
 
 
 def test_ctrl_c_at_any_line_leaves_no_write_in_the_background(tmp_path: Path) -> None:
-    source = ArraySource({"params/embed/tokens/w": np.ones((64, 64), np.float32)}, Counts(5, 5, 5), {})
+    source = ArraySource({"params/embed/tokens/w": np.ones((64, 64), np.float32)}, UpdateCounts(5, 5, 5), {})
     for number in itertools.count():
         sys.settrace(interrupt_at(number))
         try:

@@ -21,7 +21,7 @@ from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.checkpoint.tensors import UpdateCounts
 from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.infer.requests import SamplingParams
 
@@ -51,7 +51,7 @@ def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> Non
     assert hashes(arrays) == expected["arrays"]
     step = str(tmp_path / "step_2")
     source = Checkpoint.open(step).source(run.config.model)
-    assert source.counts == Counts(2, 2, 2)
+    assert source.counts == UpdateCounts(2, 2, 2)
     slots = {slot: state.opt_state[slot] for slot in run.config.optimizer.slots}
     tree = flatten({"params": state.params, **slots})
     assert source.tensors.keys() == tree.keys()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh_transformer.infer.scoring.packing import MIN_SHARED_TOKENS, Batch, BatchPlan, Query, plan_batches
+from mesh_transformer.infer.scoring.packing import MIN_SHARED_TOKENS, BatchPlan, Query, ScoringBatch, plan_batches
 from mesh_transformer.ops.attend.packed import PackedView
 
 token = st.integers(0, 3)
@@ -21,13 +21,13 @@ queries = st.lists(st.one_of(question, query.map(lambda one: [one])), min_size=1
 )
 
 
-def masks(batch: Batch) -> np.ndarray:
+def masks(batch: ScoringBatch) -> np.ndarray:
     """The attention mask (B, T, T) of a batch."""
     view = PackedView(jnp.asarray(batch.ends_BT), groups=(), group_of=())
     return np.asarray(view.mask(jnp.asarray(batch.positions_BT), None))[:, 0]
 
 
-def check_batch(batch: Batch, asked: list[Query]) -> None:
+def check_batch(batch: ScoringBatch, asked: list[Query]) -> None:
     """The scored tokens of each query attend to its own input, in order, and to nothing else."""
     mask_BTT, length = masks(batch), batch.tokens_BT.shape[1]
     assert batch.tokens_BT.dtype == batch.positions_BT.dtype == batch.ends_BT.dtype == np.int32

@@ -18,7 +18,7 @@ from mesh_transformer.ops.experts import Biases, Dispatch, Routing, apply, dispa
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Partition, constrain, use
-from mesh_transformer.spec import Router
+from mesh_transformer.spec import RouterSpec
 
 MESHES = {
     "ep4": {"ep": 4},
@@ -141,7 +141,7 @@ def test_bfloat16(exchange: str, kind: str) -> None:
 
 def test_inside_of_replicas() -> None:
     """Each replica has a part of the batch. The statistics and the drops are of the whole batch."""
-    partition, router = partition_of("dp2_ep4"), Router(chosen=3, normalize=True)
+    partition, router = partition_of("dp2_ep4"), RouterSpec(chosen=3, normalize=True)
     replicas = Replicas(partition)
     logits = np.random.default_rng(3).normal(size=(8, 6, 8)).astype(np.float32)
     matrices = PROBLEM.inputs[2:]

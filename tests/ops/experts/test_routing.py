@@ -12,14 +12,14 @@ from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.ops.experts import route, statistics
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition, use
-from mesh_transformer.spec import Router
+from mesh_transformer.spec import RouterSpec
 
 EXPERTS = 12
 LOGITS = np.random.default_rng(0).normal(size=(3, 5, EXPERTS)).astype(np.float32)
 BIAS = np.random.default_rng(1).normal(size=EXPERTS).astype(np.float32)
 
 
-def choices(router: Router, logits: np.ndarray, bias: np.ndarray | None) -> tuple[list[int], np.ndarray]:
+def choices(router: RouterSpec, logits: np.ndarray, bias: np.ndarray | None) -> tuple[list[int], np.ndarray]:
     """The experts of one token, best first, and their weights."""
     scores = 1 / (1 + np.exp(-logits)) if router.scores == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
     ranked = scores if bias is None else scores + bias
@@ -41,7 +41,7 @@ def test_choices(scores: str, normalize: bool, grouped: str, biased: bool) -> No
     # DeepSeek-V3's have -inf: here all scores are negative.
     bias = (np.abs(BIAS) if grouped == "max" else BIAS - 3) if biased else None
     groups = {} if grouped == "no" else {"groups": 4, "top_groups": 2, "group_score": grouped}
-    router = Router(scores=scores, chosen=3, normalize=normalize, eps=1e-3, scale=2.5, **groups)
+    router = RouterSpec(scores=scores, chosen=3, normalize=normalize, eps=1e-3, scale=2.5, **groups)
     found = jax.jit(lambda logits: route(router, logits, None if bias is None else jnp.asarray(bias)))(LOGITS)
     for at in np.ndindex(LOGITS.shape[:2]):
         chosen, weights = choices(router, LOGITS[at].astype(np.float64), bias)
@@ -52,7 +52,7 @@ def test_choices(scores: str, normalize: bool, grouped: str, biased: bool) -> No
 
 def test_statistics() -> None:
     """Against the formulas in float64. The share of the choices has no gradient."""
-    router = Router(chosen=2, normalize=True)
+    router = RouterSpec(chosen=2, normalize=True)
 
     def both(logits):
         found = statistics(logits, route(router, logits))
@@ -73,7 +73,7 @@ def test_statistics() -> None:
 def test_a_part_of_the_batch_has_the_weight_of_its_tokens_that_count() -> None:
     """The mean over two devices, with 1 and 5 tokens that count, is the mean over all tokens."""
     logits, real = jnp.asarray(LOGITS[:2]), jnp.asarray([[True, *[False] * 4], [True] * 5])
-    router = Router(chosen=2, normalize=True)
+    router = RouterSpec(chosen=2, normalize=True)
 
     def means(logits, real):
         found = statistics(logits, route(router, logits), real)
@@ -94,5 +94,5 @@ def test_a_part_of_the_batch_has_the_weight_of_its_tokens_that_count() -> None:
 
 def test_even_choices_have_balance_one() -> None:
     logits = jnp.log(jnp.full((1, EXPERTS, EXPERTS), 0.5) + jnp.eye(EXPERTS)[None])
-    found = statistics(logits, route(Router(chosen=1, normalize=False), logits))
+    found = statistics(logits, route(RouterSpec(chosen=1, normalize=False), logits))
     assert float(found["balance"]) == pytest.approx(1, rel=1e-6)

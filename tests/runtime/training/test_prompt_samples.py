@@ -220,7 +220,7 @@ MESHES = {
 MODEL = {"layers": 4, "d_model": 64, "n_heads": 8, "n_vocab": 257, "seq": 64, "pe_rotary_dims": 4}
 
 
-def found_on(folder: Path, *overrides: str, devices: int = 1) -> list[samples.Sample] | None:
+def found_on(folder: Path, *overrides: str, devices: int = 1) -> list[samples.PromptSample] | None:
     """The samples of a model with random parameters, placed as in training."""
     logged = ['logging.sample_prompts=["1 bottle", "7", "99 bottles of beer"]', "logging.sample_tokens=24"]
     model = hf.model_config(**MODEL)

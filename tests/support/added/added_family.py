@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Positive
-from mesh_transformer.spec import Attends, Branch, Layer, Mechanism, Part
+from mesh_transformer.spec import AttentionMixer, Branch, Layer, Mechanism, Sublayer
 
 
 class AddedConfig(LlamaLike):
@@ -19,10 +19,10 @@ class AddedConfig(LlamaLike):
     branch_scale: Annotated[Positive, Hf("branch_scale")] = 0.5
     """what multiplies each branch"""
 
-    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+    def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""
         norm, scale = self.norm(), self.branch_scale
-        branches = [Branch(parts=(Part(mechanism=one),), post=norm, scale=scale) for one in (attention, ff)]
+        branches = [Branch(parts=(Sublayer(mechanism=one),), post=norm, scale=scale) for one in (attention, ff)]
         return Layer(branches=tuple(branches))
 
     def norms_to_hf(self) -> dict[str, str]:

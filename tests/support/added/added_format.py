@@ -10,7 +10,7 @@ from support.array_source import ArraySource
 from mesh_transformer import files
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
 from mesh_transformer.checkpoint.identity import check_model
-from mesh_transformer.checkpoint.tensors import Counts, TensorSource
+from mesh_transformer.checkpoint.tensors import TensorSource, UpdateCounts
 from mesh_transformer.config import ModelConfig, strict_json
 
 
@@ -29,6 +29,6 @@ class ArraysFolder(StoredCheckpoint):
 
     def source(self, model: ModelConfig) -> TensorSource:
         arrays = dict(np.load(files.join(self.folder.path, "arrays.npz")))
-        source = ArraySource(arrays, Counts(0), {"config": self.recorded})
+        source = ArraySource(arrays, UpdateCounts(0), {"config": self.recorded})
         check_model(source, model)
         return source

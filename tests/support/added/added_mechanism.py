@@ -4,22 +4,22 @@ from dataclasses import dataclass
 
 import jax
 
-from mesh_transformer.models.attention import SelfAttention
+from mesh_transformer.models.attention import Attention
 from mesh_transformer.models.modules import Context
-from mesh_transformer.spec import Attention
+from mesh_transformer.spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedAttention(Attention):
+class GatedAttention(AttentionSpec):
     """Attention with a gate for each element of the mixed values."""
 
     @property
     def maps(self) -> tuple[tuple[str, str, int], ...]:
-        """See `Attention`."""
+        """See `AttentionSpec`."""
         return (*super().maps, ("gate", "heads", self.heads))
 
 
-class GatedSelfAttention(SelfAttention):
+class GatedSelfAttention(Attention):
     """Its module."""
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, ctx: Context) -> jax.Array:

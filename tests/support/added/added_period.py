@@ -10,7 +10,7 @@ from typing import Literal
 from added_mechanism import GatedAttention
 
 from mesh_transformer.families.llama import LlamaLike
-from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part, Rotary
+from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Rotary, Sublayer
 
 
 class PeriodConfig(LlamaLike):
@@ -25,7 +25,11 @@ class PeriodConfig(LlamaLike):
         assert isinstance(attention.positions, Rotary)
         unrotated = replace(attention, positions=replace(attention.positions, base=None))
         gate, wide = GatedAttention(**vars(attention)), Dense(name="wide", d_ff=self.d_ff, activation="relu")
-        parts = Part(mechanism=gate), Part(mechanism=ff), Part(mechanism=wide, norm=replace(norm, kind="layer"))
+        parts = (
+            Sublayer(mechanism=gate),
+            Sublayer(mechanism=ff),
+            Sublayer(mechanism=wide, norm=replace(norm, kind="layer")),
+        )
         gated, plain = Layer(branches=(Branch(pre=norm, parts=parts),)), self.layer(attention, ff)
         first, last = self.layer(unrotated, ff), self.layer(replace(attention, window=3), ff)
         return replace(super().decoder(), layers=(first, gated, plain, gated, last))

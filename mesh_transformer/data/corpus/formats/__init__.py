@@ -3,10 +3,10 @@
 import posixpath
 
 from mesh_transformer.data.corpus.formats import csv_rows, lines, parquet, tar, text
-from mesh_transformer.data.corpus.formats.base import Format
+from mesh_transformer.data.corpus.formats.base import InputFormat
 from mesh_transformer.data.records.inflate import SUFFIXES, without_suffix
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, InputFormat] = {
     "lines": lines.FORMAT,
     "csv": csv_rows.FORMAT,
     "text": text.FORMAT,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 from mesh_transformer.data.chat.instructions import example_of, fields_of, forms
-from mesh_transformer.data.corpus.pieces import Piece
+from mesh_transformer.data.corpus.pieces import TextPiece
 from mesh_transformer.errors import BadDataError, UserError, listed
 
 
@@ -70,7 +70,7 @@ def check_columns(names: Sequence[str], place: str, column: "Column", has: str =
     return wanted
 
 
-Item = Piece | Row | Bad
+Item = TextPiece | Row | Bad
 # the name of the column with the text; None: each row is an example of instruction data, a `Row`
 Column = str | None
 # first and stop, exclusive
@@ -94,7 +94,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Format:
+class InputFormat:
     """A format of input files.
 
     Args:

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterator
 from typing import IO
 
-from mesh_transformer.data.corpus.formats.base import Bad, Column, Format, Item, Row, check_columns
+from mesh_transformer.data.corpus.formats.base import Bad, Column, InputFormat, Item, Row, check_columns
 from mesh_transformer.data.corpus.pieces import cut
 from mesh_transformer.errors import BadDataError
 
@@ -112,4 +112,4 @@ class _Rows:
             raise _RowError(self.where, "not UTF-8", reason) from error
 
 
-FORMAT = Format(".csv", stream, check=check)
+FORMAT = InputFormat(".csv", stream, check=check)

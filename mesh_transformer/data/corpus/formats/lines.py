@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import IO
 
 from mesh_transformer.data.corpus import pieces as corpus
-from mesh_transformer.data.corpus.formats.base import Bad, Column, Cut, Format, Item, Range, Row
-from mesh_transformer.data.corpus.pieces import Piece, cut, json_text, json_value
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Cut, InputFormat, Item, Range, Row
+from mesh_transformer.data.corpus.pieces import TextPiece, cut, json_text, json_value
 from mesh_transformer.data.corpus.storage import open_range
 from mesh_transformer.errors import BadDataError
 
@@ -55,7 +55,7 @@ def _line(content: bytes, where: str, column: Column) -> Iterator[Item]:
         yield Row.of(json_value(content, where, "those of an example"), where)
         return
     text = json_text(content, where, column)
-    yield from cut([text], None) if text is not None else [Piece("", True, null=True)]
+    yield from cut([text], None) if text is not None else [TextPiece("", True, null=True)]
 
 
 def _after_line(file: IO[bytes], at: int, stop: int | None) -> int:
@@ -70,4 +70,4 @@ def _after_line(file: IO[bytes], at: int, stop: int | None) -> int:
     return at
 
 
-FORMAT = Format(".jsonl", stream, Cut("bytes", ranges, pieces))
+FORMAT = InputFormat(".jsonl", stream, Cut("bytes", ranges, pieces))

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from mesh_transformer import files, hub
-from mesh_transformer.data.corpus.formats.base import Bad, Column, Cut, Format, Item, Range, Row, check_columns
-from mesh_transformer.data.corpus.pieces import PIECE_CHARS, Piece, cut, text_blocks
+from mesh_transformer.data.corpus.formats.base import Bad, Column, Cut, InputFormat, Item, Range, Row, check_columns
+from mesh_transformer.data.corpus.pieces import PIECE_CHARS, TextPiece, cut, text_blocks
 from mesh_transformer.data.corpus.storage import RangeFile, open_file
 from mesh_transformer.errors import BadDataError, UserError, byte_size, listed
 
@@ -143,12 +143,12 @@ def _not_text(error: UnicodeDecodeError, place: str) -> Bad:
 
 def _document(value: Any, place: str) -> Iterator[Item]:
     if not value.is_valid:
-        yield Piece("", True, null=True)
+        yield TextPiece("", True, null=True)
         return
     buffer = value.as_buffer()
     try:
         if buffer.size <= PIECE_CHARS:
-            yield Piece(str(buffer, "utf-8"), True)
+            yield TextPiece(str(buffer, "utf-8"), True)
         else:
             import pyarrow
 
@@ -215,4 +215,4 @@ def _errors_explained(place: str) -> Iterator[None]:
         raise BadDataError(place, "damaged", reason) from error
 
 
-FORMAT = Format(".parquet", None, Cut("row groups", ranges, pieces))
+FORMAT = InputFormat(".parquet", None, Cut("row groups", ranges, pieces))

@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from mesh_transformer.data.corpus.formats.base import Bad, Column, Format, Item
+from mesh_transformer.data.corpus.formats.base import Bad, Column, InputFormat, Item
 from mesh_transformer.data.corpus.tar import damage_explained, tar_entries
 from mesh_transformer.data.records.inflate import inflated, without_suffix
 from mesh_transformer.errors import BadDataError, listed
@@ -13,7 +13,7 @@ from mesh_transformer.errors import BadDataError, listed
 Stream = Callable[[IO[bytes], str, Column], Iterator[Item]]
 
 
-def archive(*formats: Format) -> Format:
+def archive(*formats: InputFormat) -> InputFormat:
     """The format of archives that hold files of `formats`, compressed or not."""
     streams = {format.suffix: format.stream for format in formats if format.stream is not None}
 
@@ -26,7 +26,7 @@ def archive(*formats: Format) -> Format:
                     name = member.name[:200].encode("utf-8", "replace").decode()
                     yield from _member(member, data, f"{place}: {name}", streams, column)
 
-    return Format(".tar", stream)
+    return InputFormat(".tar", stream)
 
 
 def _member(

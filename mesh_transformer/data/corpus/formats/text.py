@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import IO
 
-from mesh_transformer.data.corpus.formats.base import Column, Format, Item
+from mesh_transformer.data.corpus.formats.base import Column, InputFormat, Item
 from mesh_transformer.data.corpus.pieces import cut, text_blocks
 from mesh_transformer.errors import BadDataError
 
@@ -33,4 +33,4 @@ def _blocks(file: IO[bytes], place: str) -> Iterator[str]:
         begun = begun or block != ""
 
 
-FORMAT = Format(".txt", stream, check=check)
+FORMAT = InputFormat(".txt", stream, check=check)
