@@ -13,7 +13,7 @@ import pytest
 from mesh_transformer.errors import UserError
 from mesh_transformer.models import Stream
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
-from mesh_transformer.train import Kind, ModelFunctions, Optimizer, LayerGroup, gradients, jit, loss
+from mesh_transformer.train import Kind, LayerGroup, ModelFunctions, Optimizer, gradients, jit, loss
 
 MICROBATCHES, ROWS, POSITIONS, VOCABULARY, WIDTH, LAYERS = 4, 4, 8, 16, 8, 4
 AXES = {
