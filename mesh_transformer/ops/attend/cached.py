@@ -305,8 +305,8 @@ class CacheView:
         return capacity(group)
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
-        """The view with these entries, as `update` stores them. In place if the cache is donated; positions from `length`
-        on may be dropped."""
+        """The view with these entries, as `update` stores them. In place if the cache is donated; positions from
+        `length` on may be dropped."""
         if self.length > self.capacity:
             positions_BT = positions_BT % self.capacity
         (group,) = self.cache.groups
