@@ -36,6 +36,7 @@ ACCUMULATION = 16
 PIPELINE = (
     "model.layers=4",
     "mesh.pp=2",
+    "mesh.dp=1",
     "mesh.fsdp=2",
     "compute.remat=full",
     "data.per_replica_batch=4",
