@@ -18,8 +18,9 @@ from support.loading import read_records
 import create_finetune_tfrecords
 from mesh_transformer import logs
 from mesh_transformer.data.corpus import pieces as corpus
+from mesh_transformer.data.corpus.options import SequenceOptions
 from mesh_transformer.data.corpus.pieces import cut, input_files
-from mesh_transformer.data.corpus.sequences import Options, TokenStore, prepare, sequences
+from mesh_transformer.data.corpus.sequences import TokenStore, prepare, sequences
 from mesh_transformer.data.tokens.cleaning import detokenize_wikitext, make_cleaner
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
@@ -31,7 +32,9 @@ IN_ORDER = {"preserve_data_order": True}
 
 def tokens_of(source, tmp_path, seq=7, **options):
     """The written sequences as one array, and what `prepare` reported."""
-    written = prepare(input_files(str(source)), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options))
+    written = prepare(
+        input_files(str(source)), "out", str(tmp_path / "records"), BYTES, SequenceOptions(seq=seq, **options)
+    )
     rows = np.stack(list(read_records(written.path)))
     assert rows.shape == (written.sequences, seq + 1)
     assert written.tokens == rows.size
@@ -56,9 +59,9 @@ def test_golden_sequences(golden, name):
     case = json.loads((golden / name).read_text())
     *full, tail = case["sequences"]
     with store_of(case["docs"]) as store:
-        got = [s.tolist() for s in sequences(store, Options(seq=case["sequence_length"] - 1, **IN_ORDER))]
+        got = [s.tolist() for s in sequences(store, SequenceOptions(seq=case["sequence_length"] - 1, **IN_ORDER))]
         assert got == full
-        twice = Options(seq=case["sequence_length"] - 1, n_repack_epochs=2, **IN_ORDER)
+        twice = SequenceOptions(seq=case["sequence_length"] - 1, n_repack_epochs=2, **IN_ORDER)
         again = [t for s in list(sequences(store, twice))[len(full) :] for t in s.tolist()]
     assert again == (tail + [t for s in case["sequences"] for t in s])[: len(again)]
     assert len(again) == (len(tail) + len(tail) + 16 * len(full)) // 16 * 16
@@ -237,9 +240,9 @@ def test_other_refusals(tmp_path):
         (tmp_path / "a.txt", "x", {"n_repack_epochs": 0}, "--n-repack-epochs 0: must be 1 or more"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare(input_files(str(source)), name, str(tmp_path), BYTES, Options(**options))
+            prepare(input_files(str(source)), name, str(tmp_path), BYTES, SequenceOptions(**options))
     with pytest.raises(UserError, match=r"a\.txt is a file: choose another folder"):
-        prepare([str(tmp_path / "a.txt")], "x", str(tmp_path / "a.txt/out"), BYTES, Options(seq=4))
+        prepare([str(tmp_path / "a.txt")], "x", str(tmp_path / "a.txt/out"), BYTES, SequenceOptions(seq=4))
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
@@ -271,11 +274,12 @@ def test_the_separator_is_found_across_blocks():
 # one process for each file, forked after the imports: the peak of each is its own
 PEAK = """
 import os, re, sys
-from mesh_transformer.data.corpus.sequences import Options, prepare
+from mesh_transformer.data.corpus.options import SequenceOptions
+from mesh_transformer.data.corpus.sequences import prepare
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
 for name in sys.argv[1:]:
     if not os.fork():
-        prepare([name], "m", ".", ByteTokenizer(), Options(seq=2047))
+        prepare([name], "m", ".", ByteTokenizer(), SequenceOptions(seq=2047))
         print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10)
         break
     os.wait()

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN
 
-from mesh_transformer.data.corpus.sequences import Options, prepare
+from mesh_transformer.data.corpus.options import SequenceOptions
+from mesh_transformer.data.corpus.sequences import prepare
 from mesh_transformer.data.tokens import byte_level, fast_encoder, tiktoken_encoder
 from mesh_transformer.data.tokens.byte_level import Unsupported
 from mesh_transformer.data.tokens.fast_encoder import LiteralEncoder
@@ -256,7 +257,7 @@ def test_records_have_the_same_bytes(tokenizers, at_once, monkeypatch, tmp_path)
     for missing in (False, True):
         if missing:
             monkeypatch.setitem(sys.modules, "tiktoken", None)
-        written = prepare([str(tmp_path / "a.jsonl")], "a", str(tmp_path), tokenizers["gpt2"], Options(seq=64))
+        written = prepare([str(tmp_path / "a.jsonl")], "a", str(tmp_path), tokenizers["gpt2"], SequenceOptions(seq=64))
         with open(written.path, "rb") as file:
             sums.append(hashlib.file_digest(file, "sha256").hexdigest())
     assert sums[0] == sums[1]

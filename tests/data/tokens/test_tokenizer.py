@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.gcs_server import GcsServer
 from transformers import PreTrainedTokenizerFast
 
-from mesh_transformer.data.corpus.sequences import Options, prepare
+from mesh_transformer.data.corpus.options import SequenceOptions
+from mesh_transformer.data.corpus.sequences import prepare
 from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.data.tokens import token_ids
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer
@@ -205,7 +206,7 @@ def test_ids_that_leave_numbers_out(tmp_path):
     assert [ours.token_name(token) for token in (1, 2, 70_000)] == ["a", "", "b"]
     assert [ours.token_bytes(token) for token in (1, 2, 70_000)] == [b"a", b"", b"b"]
     (tmp_path / "a.txt").write_text("ab" * 50)
-    written = prepare([str(tmp_path / "a.txt")], "out", str(tmp_path), ours, Options(seq=9))
+    written = prepare([str(tmp_path / "a.txt")], "out", str(tmp_path), ours, SequenceOptions(seq=9))
     with RecordReader(written.path) as records:
         assert set(records.read().example().tokens.tolist()) == {1, 70_000}
 
