@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from mesh_transformer.data.corpus.tar import damage_explained, tar_members
-from mesh_transformer.data.records.inflate import Compression, inflated, without_suffix
+from mesh_transformer.data.records.inflate import Account, Compression, inflated, without_suffix
 from mesh_transformer.errors import BadDataError, UserError, plural
 from mesh_transformer.files import is_remote, open_binary, seen_from
 
@@ -26,9 +26,10 @@ _NAMED = 3
 _HARD_CUT_CHARS = 8 * PIECE_CHARS
 _KINDS = (".txt", ".jsonl", ".tar")
 _ACCEPTED = ".txt, .jsonl, .tar, each also with .gz, .xz or .zst appended, .tgz, or a plain .xz"
-# After a letter or digit, white space starts a new token in every byte-level tokenizer.
-_NEW_LINE = re.compile(r"(?<=[^\W_])\n")
-_NEW_WORD = re.compile(r"(?<=[^\W_])[ \n]")
+# After a letter or digit, white space starts a new token in every byte-level tokenizer. The space stands first, because
+# the search for a character is much faster than the search for a class.
+_NEW_LINE = re.compile(r"\n(?<=[^\W_]\n)")
+_NEW_WORD = re.compile(r" (?<=[^\W_] )")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
@@ -83,10 +84,12 @@ def _kind(name: str) -> tuple[str | None, Compression | None]:
     return ("" if compression == "xz" else None), compression
 
 
-def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) -> Iterator[TextPiece]:
+def _pieces_of(
+    file: IO[bytes], place: str, name: str, separator: str | None, account: Account | None = None
+) -> Iterator[TextPiece]:
     kind, compression = _kind(name)
     if compression is not None:
-        file = inflated(file, compression, place)
+        file = inflated(file, compression, place, account)
     if kind == "":
         head = file.peek(512) if isinstance(file, io.BufferedReader) else b""
         kind = ".tar" if head[257:262] == b"ustar" else ".txt"
@@ -100,13 +103,13 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
 
 
 def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[TextPiece]:
-    skipped, first = 0, list[str]()
+    skipped, first, account = 0, list[str](), Account.of(file)
     with damage_explained(place):
         for name, data in tar_members(file, place):
             if os.path.basename(name).startswith("."):
                 continue
             if _kind(name)[0] in (".txt", ".jsonl"):
-                yield from _pieces_of(data, f"{place}: {name}", name, separator)
+                yield from _pieces_of(data, f"{place}: {name}", name, separator, account)
             else:
                 skipped += 1
                 first += [name] if skipped <= _NAMED else []
@@ -224,16 +227,19 @@ def cut(blocks: Iterable[str], separator: str | None) -> Iterator[TextPiece]:
 
 def _shorten(document: str) -> Generator[TextPiece, None, str]:
     """Yields pieces from the beginning of a long document; returns the rest."""
-    while (at := _cut_place(document)) is not None:
-        yield TextPiece(document[:at], False)
-        document = document[at:]
-    return document
+    start = 0
+    while (stop := _cut_place(document, start)) is not None:
+        yield TextPiece(document[start:stop], False)
+        start = stop
+    return document[start:]
 
 
-def _cut_place(text: str) -> int | None:
-    if len(text) <= 2 * PIECE_CHARS:
+def _cut_place(text: str, start: int) -> int | None:
+    """Where a piece that begins at `start` ends; None if the text is too short to tell."""
+    first, last = start + PIECE_CHARS, start + 2 * PIECE_CHARS
+    if len(text) <= last:
         return None
     for pattern in (_NEW_LINE, _NEW_WORD):
-        if match := pattern.search(text, PIECE_CHARS, 2 * PIECE_CHARS):
+        if match := pattern.search(text, first, last):
             return match.start()
-    return PIECE_CHARS if len(text) > _HARD_CUT_CHARS else None
+    return first if len(text) > start + _HARD_CUT_CHARS else None

@@ -1,7 +1,8 @@
 """Decompresses gzip, zlib, xz and Zstandard files, also with several members in a row, as byte streams.
 
-A file that ends early is an error here; zstandard's own reader ends without one. Memory and the total output are
-bounded, so that a small hostile file fills neither memory nor disk; `lzma.LZMAFile` has no memory limit.
+A file that ends early is an error here; zstandard's own reader ends without one. Memory and the total output of all
+layers of a file are bounded, so that a small hostile file fills neither memory nor disk; `lzma.LZMAFile` has no memory
+limit.
 """
 
 import io
@@ -9,6 +10,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 import zstandard
@@ -50,19 +52,56 @@ def detect(head: bytes) -> Compression | None:
     return "zlib" if is_zlib else None
 
 
+@dataclass
+class Account:
+    """The bytes of an input file, and the bytes that they became, in all of its layers and members together.
+
+    Args:
+        is_inflated: whether a layer counts what it reads of the file: then the layers inside of it read its output.
+    """
+
+    is_inflated: bool
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    @classmethod
+    def of(cls, file: IO[bytes]) -> "Account":
+        """The account of an archive that is read from `file`, which `inflated` may have returned."""
+        layer = getattr(file, "raw", None)
+        return layer.account if isinstance(layer, Inflated) else cls(is_inflated=False)
+
+    def check(self, path: str) -> None:
+        """Refuse a file whose bytes have become so many.
+
+        Raises:
+            BadDataError: no text or record file expands like this.
+        """
+        if self.bytes_out > max(_FREE_BYTES, _MAX_INFLATION * self.bytes_in):
+            raise BadDataError(
+                path,
+                "expands too much",
+                f"{self.bytes_in} bytes expand to {self.bytes_out} and more, which no text or record file does: it is "
+                "damaged or hostile",
+            )
+
+
 class Inflated(io.RawIOBase):
     """The decompressed bytes of `file`, readable from start to end.
+
+    Args:
+        account: of the archive that `file` is a member of; None if it is a file of its own.
 
     Raises (from `read`):
         BadDataError: the compressed data is damaged or ends early, or so little data expands to so much.
     """
 
-    def __init__(self, file: IO[bytes], kind: Compression, path: str):
+    def __init__(self, file: IO[bytes], kind: Compression, path: str, account: Account | None):
         self._file, self._kind, self._path = file, kind, path
+        self._counts_input = account is None or not account.is_inflated
+        self.account = Account(is_inflated=True) if account is None else account
         self._decoder: Any = None
         self._output = memoryview(b"")
         self._at_end = False
-        self._bytes_in = self._bytes_out = 0
 
     def readable(self) -> bool:
         return True
@@ -78,14 +117,8 @@ class Inflated(io.RawIOBase):
                 self._output = memoryview(self._step())
             except (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
                 raise BadDataError(self._path, "damaged", f"damaged {self._kind} data: {error}") from error
-            self._bytes_out += len(self._output)
-        if self._bytes_out > max(_FREE_BYTES, _MAX_INFLATION * self._bytes_in):
-            raise BadDataError(
-                self._path,
-                "expands too much",
-                f"{self._bytes_in} bytes expand to {self._bytes_out} and more, which no text or record file does: it "
-                "is damaged or hostile",
-            )
+            self.account.bytes_out += len(self._output)
+        self.account.check(self._path)
         n = min(len(view), len(self._output))
         view[:n] = self._output[:n]
         self._output = self._output[n:]
@@ -98,7 +131,8 @@ class Inflated(io.RawIOBase):
             data, self._decoder = self._decoder.unused_data, None
         if not data:
             data = self._file.read(_STEP_BYTES)
-            self._bytes_in += len(data)
+            if self._counts_input:
+                self.account.bytes_in += len(data)
             if not data and self._decoder is not None:
                 raise EOFError("the file ends early (cut short while copying?)")
             self._at_end = not data
@@ -117,6 +151,6 @@ _DECODERS: dict[Compression, Callable[[], Any]] = {
 }
 
 
-def inflated(file: IO[bytes], kind: Compression, path: str) -> IO[bytes]:
-    """A buffered reader of the decompressed bytes of `file`; closing it closes `file`."""
-    return io.BufferedReader(Inflated(file, kind, path), _BUFFER_BYTES)
+def inflated(file: IO[bytes], kind: Compression, path: str, account: Account | None = None) -> IO[bytes]:
+    """A buffered reader of the decompressed bytes of `file`; closing it closes `file`. Arguments as in `Inflated`."""
+    return io.BufferedReader(Inflated(file, kind, path, account), _BUFFER_BYTES)

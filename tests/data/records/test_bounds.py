@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import tarfile
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ import pytest
 import zstandard
 
 from mesh_transformer.data.corpus import pieces as corpus
-from mesh_transformer.data.corpus.pieces import MAX_OUTSIDE_BYTES, file_pieces
+from mesh_transformer.data.corpus.pieces import MAX_OUTSIDE_BYTES, cut, file_pieces
 from mesh_transformer.data.records import inflate
 from mesh_transformer.data.records.inflate import inflated
+from mesh_transformer.dataset.parts import Bad, FilePart
+from mesh_transformer.dataset.parts import pieces as part_items
 from mesh_transformer.errors import UserError
 
 END = bytes(2 * tarfile.BLOCKSIZE)
@@ -191,3 +194,34 @@ def test_the_sum_of_what_a_file_becomes_is_bounded(monkeypatch: pytest.MonkeyPat
         pytest.raises(UserError, match=r"a\.zst: \d+ bytes expand to \d+ and more"),
     ):
         stream.read()
+
+
+@pytest.mark.parametrize("archive", ["tar", "tar.zst"])
+@pytest.mark.parametrize("reader", ["records", "prepare"])
+def test_the_members_of_an_archive_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: str, reader: str
+) -> None:
+    """Each of five members becomes less than the bound."""
+    monkeypatch.setattr(inflate, "_FREE_BYTES", 1 << 22)
+    member = zstandard.compress(b"0" * (1 << 20))
+    content = b"".join(header(f"{n}.txt.zst", len(member)) + padded(member) for n in range(5)) + END
+    path = tmp_path / f"a.{archive}"
+    path.write_bytes(content if archive == "tar" else zstandard.compress(content))
+    if reader == "records":
+        with pytest.raises(UserError, match=r"[34]\.txt\.zst: \d+ bytes expand to \d+ and more"):
+            texts(path)
+        return
+    items = list(part_items(FilePart(0, str(path), "tar", 0, path.stat().st_size, path.stat().st_size), "text"))
+    assert {item.kind for item in items if isinstance(item, Bad)} == {"expands too much"}
+
+
+def test_the_time_for_a_line_without_spaces_grows_with_its_length() -> None:
+    """Not with its square: 65 s for 63 MiB."""
+
+    def seconds(length: int) -> float:
+        before = time.process_time()
+        assert sum(len(piece.text) for piece in cut(["x" * length], None)) == length
+        return time.process_time() - before
+
+    # a square would be 64 times
+    assert seconds(1 << 26) < 30 * max(0.01, min(seconds(1 << 23) for _ in range(3)))

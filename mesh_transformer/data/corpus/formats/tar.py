@@ -7,7 +7,7 @@ from typing import IO
 
 from mesh_transformer.data.corpus.formats.base import Bad, Column, InputFormat, Item
 from mesh_transformer.data.corpus.tar import damage_explained, tar_entries
-from mesh_transformer.data.records.inflate import inflated, without_suffix
+from mesh_transformer.data.records.inflate import Account, inflated, without_suffix
 from mesh_transformer.errors import BadDataError, listed
 
 Stream = Callable[[IO[bytes], str, Column], Iterator[Item]]
@@ -18,19 +18,25 @@ def archive(*formats: InputFormat) -> InputFormat:
     streams = {format.suffix: format.stream for format in formats if format.stream is not None}
 
     def stream(file: IO[bytes], place: str, column: Column) -> Iterator[Item]:
+        account = Account.of(file)
         with damage_explained(place):
             for member, data in tar_entries(file, place):
                 parts = member.name.split("/")
                 if not member.isdir() and not parts[-1].startswith("."):
                     # a name may have bytes that are no text
                     name = member.name[:200].encode("utf-8", "replace").decode()
-                    yield from _member(member, data, f"{place}: {name}", streams, column)
+                    yield from _member(member, data, f"{place}: {name}", account, streams, column)
 
     return InputFormat(".tar", stream)
 
 
 def _member(
-    member: tarfile.TarInfo, data: IO[bytes] | None, place: str, streams: dict[str, Stream], column: Column
+    member: tarfile.TarInfo,
+    data: IO[bytes] | None,
+    place: str,
+    account: Account,
+    streams: dict[str, Stream],
+    column: Column,
 ) -> Iterator[Item]:
     stem, compression = without_suffix(member.name)
     stream = streams.get(posixpath.splitext(stem)[1])
@@ -40,7 +46,7 @@ def _member(
         yield Bad(place, kind, f"{place}: {reason}")
         return
     try:
-        yield from stream(inflated(data, compression, place) if compression else data, place, column)
+        yield from stream(inflated(data, compression, place, account) if compression else data, place, column)
     except BadDataError as error:
         # damage of the archive itself ends it
         if not error.place.startswith(place):
