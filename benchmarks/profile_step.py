@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import OwnStep, config_of, parser, report, say
 
-from mesh_transformer.estimate.hlo import HloArray, Instruction, computations
+from mesh_transformer.estimate.hlo import HloArray, Instruction, Module
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
@@ -88,7 +88,7 @@ def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str
 
 def read_program(text: str) -> dict[str, Operation]:
     """The instructions that are executed by themselves: those of the entry computation and of loop bodies."""
-    bodies = computations(text)
+    bodies = Module(text).computations
     arrays = {one.name: one.arrays[:1] for body in bodies.values() for one in body}
     return {
         one.name: _operation(one, bodies, arrays)

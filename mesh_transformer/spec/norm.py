@@ -12,7 +12,7 @@ class NormSpec:
     """A normalization, computed in float32.
 
     layer: (x - mean) / sqrt(variance + eps). rms: x / sqrt(mean of x^2 + eps) (Zhang and Sennrich 2019,
-    arXiv:1910.07467). length: x / (|x| + eps), with a scale that starts at sqrt(d_model): the classic rmsnorm, or
+    arXiv:1910.07467). length: x / (norm of x + eps), with a scale that starts at sqrt(d_model): the classic rmsnorm, or
     scalenorm (Nguyen and Salazar 2019) with `one_scale`. With `plus_one` the scale is 1 + the parameter.
     """
 

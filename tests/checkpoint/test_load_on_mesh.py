@@ -176,10 +176,10 @@ CONVERT = (
     PATTERN
     + f"""
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
+from mesh_transformer.checkpoint.tensors import UpdateCounts, TensorInfo
 
 class Source:
-    where, extra, counts = "pattern", {{}}, Counts(1)
+    where, extra, counts = "pattern", {{}}, UpdateCounts(1)
     tensors = {{f"params/blocks/{{n}}/w": TensorInfo(s, np.dtype(np.float32)) for n, s in {SHAPES}.items()}}
     def read(self, name, index):
         return pattern(index)

@@ -140,8 +140,8 @@ def test_a_long_document_is_one_document_whatever_its_pieces(tmp_path):
 PEAK = """
 import os, resource, sys
 from mesh_transformer.dataset.fragment import Text, tokenizer_of, write_fragment
-from mesh_transformer.dataset.parts import Part
-from mesh_transformer.dataset.packed_shards import Packing, write_packed_shard
+from mesh_transformer.dataset.parts import FilePart
+from mesh_transformer.dataset.packed_shards import RowPacking, write_packed_shard
 from mesh_transformer.dataset.shards import Taken, source_of, write_shard
 
 def peak():
@@ -151,11 +151,11 @@ file, folder = sys.argv[1:]
 text = Text("bytes", "bytes")
 tokenizer_of(text)
 before, size = peak(), os.path.getsize(file)
-found = write_fragment(f"{folder}/fragment", folder, Part(0, file, "text", 0, size, size), 1.0, text)
+found = write_fragment(f"{folder}/fragment", folder, FilePart(0, file, "text", 0, size, size), 1.0, text)
 source = source_of(f"{folder}/fragment", found, 0)
 write_shard(f"{folder}/train", folder, f"{folder}/result", [Taken(source, 0, source.tokens // 4096 * 4096)], 4096, 2)
 whole = [Taken(source, 0, source.tokens)]
-write_packed_shard(f"{folder}/packed", folder, f"{folder}/result", whole, Packing(4096, 0), 2)
+write_packed_shard(f"{folder}/packed", folder, f"{folder}/result", whole, RowPacking(4096, 0), 2)
 print(found.train.tokens, peak() - before)
 """
 

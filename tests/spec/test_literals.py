@@ -20,11 +20,11 @@ from mesh_transformer.ops.experts import routing
 SCALINGS = {key: row for key, row in {**rotary._SCALINGS, **Phi3Config.SCALINGS}.items() if key != "none"}
 TABLES: dict[str, list[dict[str, Any]]] = {
     "Dense.activation": [feed_forward._ACTIVATIONS],
-    "Experts.activation": [feed_forward._ACTIVATIONS],
-    "Norm.kind": [modules._NORMS],
+    "ExpertsSpec.activation": [feed_forward._ACTIVATIONS],
+    "NormSpec.kind": [modules._NORMS],
     "Rotary.style": [positions._STYLES],
-    "Router.group_score": [routing._GROUP_SCORES],
-    "Router.scores": [routing._SCORES],
+    "RouterSpec.group_score": [routing._GROUP_SCORES],
+    "RouterSpec.scores": [routing._SCORES],
     "Scaling.kind": [positions._SCALED, SCALINGS],
 }
 NO_TABLE = {
@@ -53,7 +53,7 @@ def literals(hint: Any) -> Iterator[Any]:
 
 
 def choices() -> dict[str, set[str]]:
-    """The values of each field of a class in spec that is a choice, as `Norm.kind`."""
+    """The values of each field of a class in spec that is a choice, as `NormSpec.kind`."""
     found = {}
     for module in python_modules("spec"):
         for owner in vars(module).values():
@@ -84,7 +84,7 @@ def test_each_table_over_a_choice_is_known() -> None:
 
 
 def test_choices_are_found_in_annotations() -> None:
-    assert choices()["Norm.kind"] == set(get_args(get_type_hints(spec.NormSpec)["kind"]))
+    assert choices()["NormSpec.kind"] == set(get_args(get_type_hints(spec.NormSpec)["kind"]))
     assert list(literals(dict[str, Literal["a"] | None])) == [Literal["a"]]
 
 

@@ -300,10 +300,10 @@ KILLED = """
 import sys, time
 import numpy as np
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
+from mesh_transformer.checkpoint.tensors import UpdateCounts, TensorInfo
 
 class Slow:
-    where, extra, counts = "slow", {}, Counts(1)
+    where, extra, counts = "slow", {}, UpdateCounts(1)
     tensors = {f"params/blocks/{n}/w": TensorInfo((3, 64, 64), np.dtype(np.float32)) for n in "abcdef"}
     def read(self, name, index):
         print(name, flush=True)
@@ -334,13 +334,13 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
 MEMORY = """
 import ml_dtypes, numpy as np, sys
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
+from mesh_transformer.checkpoint.tensors import UpdateCounts, TensorInfo
 
 def peak_mib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 
 class Zeros:
-    where, extra, counts = "zeros", {}, Counts(1)
+    where, extra, counts = "zeros", {}, UpdateCounts(1)
     tensors = {f"params/blocks/{n}/w": TensorInfo((4, 4096, 6144), np.dtype(ml_dtypes.bfloat16)) for n in "abc"}
     def read(self, name, index):
         return np.ones([s.stop - s.start for s in index], ml_dtypes.bfloat16)
