@@ -130,9 +130,9 @@ Prompt = str | list[Message]
 Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_prompts)]
 
 
-STACKS = SHARED, WHOLE = "layers", "whole_layers"
-"""The names of the layer dimension of stacked parameters: of the run of layers that is split over the pipeline stages,
-and of a run that every stage computes."""
+STACKS = PIPELINED, WHOLE = "layers", "whole_layers"
+"""The names of the layer dimension of stacked parameters: of the group of layers that is split over the pipeline
+stages, and of a group that every stage computes."""
 
 
 class Size(NamedTuple):

@@ -14,7 +14,7 @@ from mesh_transformer.config import classic, describe, parse_config
 from mesh_transformer.config.mesh import DIMENSIONS, SWITCHES, MeshConfig, training_rules
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
-from mesh_transformer.fields import SHARED, ConfigGroup
+from mesh_transformer.fields import PIPELINED, ConfigGroup
 
 COLUMNS = 120
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
@@ -54,8 +54,8 @@ def _dimension(name: str) -> str:
             ways.append(f"{' x '.join(axes)} with `mesh.{switch}`")
     if name == "kv_heads":
         return f"| {name} | {'; '.join(ways)} | `model.n_kv_heads`; whole if the axis does not divide it |\n"
-    if name == SHARED:
-        return f"| {name} | {'; '.join(ways)} | the repeats of a run of `model.layers` |\n"
+    if name == PIPELINED:
+        return f"| {name} | {'; '.join(ways)} | the repeats of a group of `model.layers` |\n"
     fields = [
         f"`{size.field}`" + (f", rounded up by `{size.multiple_field}`" if size.multiple_field else "")
         for size in EXAMPLE.sizes.get(name, [])

@@ -253,10 +253,10 @@ MUTANTS = [
         ("tests/infer/test_sampling.py",),
     ),
     Mutant(
-        "spec/runs.py",
-        "(runs[number].layers, number)",
-        "(runs[number].repeats, number)",
-        ("tests/spec/test_runs.py",),
+        "spec/layer_groups.py",
+        "(groups[number].layers, number)",
+        "(groups[number].repeats, number)",
+        ("tests/spec/test_layer_groups.py",),
     ),
 ]
 

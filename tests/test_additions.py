@@ -181,7 +181,7 @@ def added_logits(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def period_logits(params: Any, tokens: jax.Array) -> jax.Array:
-    """The model of unlike layers: run 0 is two times (plain, gated), run 1 is a plain layer."""
+    """The model of unlike layers: group 0 is two times (plain, gated), group 1 is a plain layer."""
     table = params["embed"]["tokens"]["w"]
     x = table[tokens]
     # run, place in it, place among the layers of its kind
@@ -294,9 +294,9 @@ def test_a_family_without_a_model_type_is_not_exported() -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_the_closed_form_counts_it(family: str, mesh: str) -> None:
     run = run_of(family, mesh)
-    stages = run.model.stages_of_pipeline
+    virtual_stages = run.model.virtual_stages
     shapes = {path: leaf.shape for path, leaf in flatten(jax.eval_shape(run.model.init, jax.random.key(0))).items()}
-    assert {path: array.shape for path, array in run.model.decoder.arrays(stages).items()} == shapes
+    assert {path: array.shape for path, array in run.model.decoder.arrays(virtual_stages).items()} == shapes
     state, shardings = run.abstract_state, run.state_shardings
     memory = estimate(run.config, MESHES[mesh][0], ACCELERATORS["v4"]).memory
     assert memory["parameters"] * GIB == pytest.approx(device_bytes(state.params, shardings.params))

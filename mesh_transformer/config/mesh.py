@@ -50,9 +50,9 @@ class MeshConfig(ConfigGroup):
     device gathers all keys and values"""
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """the order of the microbatches in the stages of pp. 1f1b: each stage has consecutive layers. interleaved: each
-    stage has mesh.rounds groups of consecutive layers, so that it waits less and sends more"""
-    rounds: Annotated[Count, Unit("groups of layers")] = 2
-    """groups of consecutive layers in each stage of pp, with mesh.schedule interleaved"""
+    stage has the layers of mesh.rounds virtual stages, so that it waits less and sends more"""
+    rounds: Annotated[Count, Unit("virtual stages")] = 2
+    """virtual stages (each has consecutive layers) on each stage of pp, with mesh.schedule interleaved"""
     zero1: Switch = False
     """also shard the optimizer state over dp; the weights stay replicated (ZeRO-1)"""
     shard_activations: Switch = False
@@ -100,12 +100,11 @@ class MeshConfig(ConfigGroup):
 
     @property
     def rounds_of_layers(self) -> int:
-        """The groups of consecutive layers in each stage of pp."""
+        """The virtual stages on each stage of pp."""
         return self.rounds if self.schedule == "interleaved" else 1
 
-    def stages(self, shape: MeshShape) -> int:
-        """The number of groups of consecutive layers into which a pipeline cuts a run: stages x rounds; 1 without a
-        pipeline."""
+    def virtual_stages(self, shape: MeshShape) -> int:
+        """Pipeline stages x rounds; one group of layers is split over them. 1 without a pipeline."""
         return shape["pp"] * self.rounds_of_layers if shape["pp"] > 1 else 1
 
     @property
@@ -369,22 +368,22 @@ def _divisors(value: int) -> Iterator[int]:
 
 
 def check_stages(decoder: Decoder, mesh: MeshConfig, shape: MeshShape) -> None:
-    """Refuse stages over which no run of layers can be split.
+    """Refuse stages over which no group of layers can be split.
 
     Raises:
-        UserError: names the runs, and the sizes of mesh.pp that fit.
+        UserError: names the groups, and the sizes of mesh.pp that fit.
     """
-    pp, rounds, runs = shape["pp"], mesh.rounds_of_layers, decoder.runs
-    if decoder.shared_run(mesh.stages(shape)) is not None:
+    pp, rounds, groups = shape["pp"], mesh.rounds_of_layers, decoder.layer_groups
+    if decoder.pipelined_group(mesh.virtual_stages(shape)) is not None:
         return
-    if len(runs) == 1 and len(runs[0].period) == 1:
+    if len(groups) == 1 and len(groups[0].period) == 1:
         also = ", or set mesh.schedule=1f1b" if rounds > 1 else ""
-        check_multiple(Size("model.layers", runs[0].layers), "mesh.pp", pp, also, times=rounds)
-    longest = max(run.repeats for run in runs)
-    fit = [n for n in range(1, longest + 1) if n == 1 or decoder.shared_run(n * rounds) is not None]
-    each = [f"{run.repeats} x {len(run.period)}" for run in runs]
+        check_multiple(Size("model.layers", groups[0].layers), "mesh.pp", pp, also, times=rounds)
+    longest = max(group.repeats for group in groups)
+    fit = [n for n in range(1, longest + 1) if n == 1 or decoder.pipelined_group(n * rounds) is not None]
+    each = [f"{group.repeats} x {len(group.period)}" for group in groups]
     product = f"mesh.pp {pp} x mesh.rounds {rounds}" if rounds > 1 else f"mesh.pp {pp}"
     raise UserError(
-        f"{product} divides no run of layers: the layers are {listed(each)} (repeats x layers of a period), and stages "
-        f"share out the repeats of one run: set mesh.pp to {listed(list(map(str, fit)))}"
+        f"{product} divides no group of layers: the layers are {listed(each)} (repeats x layers of a period), and "
+        f"stages share out the repeats of one group: set mesh.pp to {listed(list(map(str, fit)))}"
     )

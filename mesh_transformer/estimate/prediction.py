@@ -296,8 +296,8 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     peak_gib = None if compiled.peak_bytes is None else compiled.peak_bytes / GIB
     if compiled.refused is not None:
         return Prediction(**case.fields, fits=False, peak_gib=peak_gib, reason=compiled.refused)
-    groups = case.config.mesh.stages(case.shape) if case.program == "train" else 1
-    loops = {LAYER_LOOP: case.config.decoder.loop_trips(groups), **serving.LOOPS}
+    virtual_stages = case.config.mesh.virtual_stages(case.shape) if case.program == "train" else 1
+    loops = {LAYER_LOOP: case.config.decoder.loop_trips(virtual_stages), **serving.LOOPS}
     estimate = Timeline(compiled.hlo, accelerator, loops, case.target.slices).estimate()
     table = None if case.op_table is None else case.op_table(case.program)
     if table is not None:

@@ -41,8 +41,8 @@ class StepSizes:
     # of weights and activations, and of the sums of gradients and the optimizer's state
     partition: Partition
     moments: Partition
-    # the groups of layers into which a pipeline cuts a run: `MeshConfig.stages`
-    groups: int
+    # the virtual stages over which a pipeline splits a group of layers: `MeshConfig.virtual_stages`
+    virtual_stages: int
     # microbatches, and sequences of one on this device
     accumulation: int
     sequences: float
@@ -64,7 +64,7 @@ class StepSizes:
             decoder=config.decoder,
             partition=partition,
             moments=partition.with_rules(**moment_rules(config.mesh)),
-            groups=config.mesh.stages(shape),
+            virtual_stages=config.mesh.virtual_stages(shape),
             accumulation=config.optimizer.gradient_accumulation_steps,
             sequences=config.microbatch(shape) / partition.size("batch"),
             item_bytes=2 if compute.dtype == "bfloat16" else FLOAT32_BYTES,
@@ -76,7 +76,7 @@ class StepSizes:
     @functools.cached_property
     def table(self) -> Arrays:
         """All parameters, by their path."""
-        return self.decoder.arrays(self.groups)
+        return self.decoder.arrays(self.virtual_stages)
 
     @functools.cached_property
     def _parts(self) -> dict[str | None, int]:
@@ -132,10 +132,10 @@ class StepSizes:
     @functools.cached_property
     def layers(self) -> list["LayerSizes"]:
         """The kinds of layers, each with the number of its layers that a device computes."""
-        shared, counts = self.decoder.shared_run(self.groups), dict.fromkeys(self.decoder.kinds, 0.0)
-        for number, run in enumerate(self.decoder.runs):
-            for kind in run.period:
-                counts[kind] += run.repeats / (self.parts("layers") if number == shared else 1)
+        pipelined, counts = self.decoder.pipelined_group(self.virtual_stages), dict.fromkeys(self.decoder.kinds, 0.0)
+        for number, group in enumerate(self.decoder.layer_groups):
+            for kind in group.period:
+                counts[kind] += group.repeats / (self.parts("layers") if number == pipelined else 1)
         return [LayerSizes(self, kind, count) for kind, count in counts.items()]
 
     def elements(self, *stages: str, gathered: bool = False) -> float:

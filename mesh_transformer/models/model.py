@@ -5,8 +5,8 @@ parallel/sharding.py (what a device has of an array). docs/training_step.md has 
 
 - The model is data, a `spec.Decoder`. A Haiku module asks it for the arrays that it has.
 - Embedding, block and head are separate `hk.transform`s, which are applied to parts of one tree (models/parameters.py).
-- The parameters of a module are stacked by run (`spec.Decoder.runs`), and one traced block serves all layers of a kind:
-  compile time does not grow with their number.
+- The parameters of a module are stacked by group of layers (`spec.Decoder.layer_groups`), and one traced block serves
+  all layers of a kind: compile time does not grow with their number.
 - Code names dimensions, and the active `Partition` splits them: the same code runs on one device and on a pod.
 - Attention is an argument of a layer (`Context.attend`): of whole sequences (ops/attend/context.py), or through a cache
   (ops/attend/cached.py). Training, scoring, prefill and decode share embedding, layer and head. Training adds
@@ -62,7 +62,7 @@ from mesh_transformer.parallel.sharding import Block, Params, constrain, gather_
 from mesh_transformer.spec import CacheEntry, Layer
 
 Views = Sequence[KeyValueView | None]
-"""A view of the cache for each group of layers whose caches have one length and equal entries; None without cache."""
+"""The views of the cache: one for all layers whose caches have one length and equal entries; None without cache."""
 Carry = tuple[jax.Array, KeyValueView | None]
 """The carry of a layer: the residual stream, and the view with the layer's keys and values."""
 Carries = tuple[jax.Array, Views]
@@ -343,7 +343,9 @@ class Model(Parameters):
                 return layer(kind.layer, carry, block, row)
 
             rows, carry = (jnp.arange(len(view_of)), layer_numbers(self.decoder)), (stream.x_BTD, views[0])
-            (x_BTD, view), _ = over_layers(self.runs, of_kind, carry, params, rows, unroll=self.compute.scan_unroll)
+            (x_BTD, view), _ = over_layers(
+                self.layer_groups, of_kind, carry, params, rows, unroll=self.compute.scan_unroll
+            )
             return x_BTD, [view]
 
         def keyed(kind: Kind, carry: Carries, block: Block, place: jax.Array) -> tuple[Carries, Outputs]:
@@ -355,7 +357,7 @@ class Model(Parameters):
         keys = list(zip(view_of, static_numbers(self.decoder), strict=True))
         places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
         start: Carries = stream.x_BTD, tuple(views)
-        return by_row(self.runs, keys, keyed, start, params, places, unroll=self.compute.scan_unroll)
+        return by_row(self.layer_groups, keys, keyed, start, params, places, unroll=self.compute.scan_unroll)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""

@@ -1,12 +1,13 @@
 """The parameters of a model: initial values, names of dimensions, dtypes and padding, as `spec.Decoder.arrays` says.
 
-The parameters of a module are stacked by run (`spec.Decoder.runs`). A GPT-J of 28 layers is one run:
+The parameters of a module are stacked by group of layers (`spec.Decoder.layer_groups`). A GPT-J of 28 layers is one
+group:
 
     {"embed": {"tokens": {"w": (50400, 4096)}},
      "blocks": {"norm": {"scale": (28, 4096), ...}, "attention/q": {"w": (28, 4096, 4096)}, ...},
      "head": {"norm": {...}, "logits": {"w": (4096, 50400), "b": (50400,)}}}
 
-With several runs, the names of the modules in "blocks" begin with the number of the run.
+With several groups, the names of the modules in "blocks" begin with the number of the group.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ import numpy as np
 
 from mesh_transformer.config import ComputeConfig
 from mesh_transformer.models.feed_forward import is_router
-from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
+from mesh_transformer.models.stack import Kind, joined_groups, rows_by_group
 from mesh_transformer.parallel.sharding import Axes, Block, Params
-from mesh_transformer.spec import Arrays, Decoder, Layer, LayerGroup, in_run
+from mesh_transformer.spec import Arrays, Decoder, Layer, LayerGroup, in_group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parameters:
     """The parameters of a model as trees.
 
-    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages_of_pipeline` is mesh.pp x
-    mesh.rounds_of_layers. One run of layers is split into as many groups (`Decoder.shared_run`). It is 1 without a
+    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `virtual_stages` is mesh.pp x
+    mesh.rounds_of_layers: one group of layers is split over them (`Decoder.pipelined_group`). It is 1 without a
     pipeline.
     """
 
     decoder: Decoder
     compute: ComputeConfig
-    stages_of_pipeline: int = 1
+    virtual_stages: int = 1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -47,20 +48,22 @@ class Parameters:
     def init(self, key: jax.Array) -> Params:
         """Float32 parameters. The values depend only on the key, not on the mesh."""
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        runs, keys = self.decoder.runs, jax.random.split(block_key, len(self.decoder.layers))
-        blocks = [self._init_run(run, rows) for run, rows in zip(runs, rows_by_run(keys, runs), strict=True)]
+        groups, keys = self.decoder.layer_groups, jax.random.split(block_key, len(self.decoder.layers))
+        blocks = [
+            self._init_group(group, rows) for group, rows in zip(groups, rows_by_group(keys, groups), strict=True)
+        ]
         return {
             "embed": _drawn(self.decoder.embedding_arrays, embed_key),
-            "blocks": joined_runs(blocks),
+            "blocks": joined_groups(blocks),
             "head": _drawn(self.decoder.head_arrays, head_key),
         }
 
-    def _init_run(self, run: LayerGroup[Layer], keys: jax.Array) -> Block:
+    def _init_group(self, group: LayerGroup[Layer], keys: jax.Array) -> Block:
         stacks: dict[str, list[tuple[list[int], Params]]] = {}
-        for kind in dict.fromkeys(run.period):
-            layers = [number for number, other in enumerate(run.kinds) if other is kind]
+        for kind in dict.fromkeys(group.period):
+            layers = [number for number, other in enumerate(group.kinds) if other is kind]
             init = jax.vmap(functools.partial(_drawn, self.decoder.layer_arrays(kind)))
-            stacked: Block = init(keys if len(layers) == run.layers else keys[np.array(layers)])
+            stacked: Block = init(keys if len(layers) == group.layers else keys[np.array(layers)])
             for module, leaves in stacked.items():
                 stacks.setdefault(module, []).append((layers, leaves))
         return {module: _in_order(of_kinds) for module, of_kinds in stacks.items()}
@@ -68,7 +71,7 @@ class Parameters:
     @functools.cached_property
     def axes(self) -> Params:
         """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
-        arrays = self.decoder.arrays(self.stages_of_pipeline)
+        arrays = self.decoder.arrays(self.virtual_stages)
         return _by_stage({path: array.axes for path, array in arrays.items()})
 
     @property
@@ -88,21 +91,24 @@ class Parameters:
         }
 
     @functools.cached_property
-    def runs(self) -> tuple[LayerGroup[Kind], ...]:
+    def layer_groups(self) -> tuple[LayerGroup[Kind], ...]:
         """The layers by their kinds. `Kind.layer` is the specification of a layer."""
         kinds = {kind: Kind(kind, tuple(modules)) for kind, modules in self.stage_axes["blocks"].items()}
-        return tuple(LayerGroup(tuple(kinds[kind] for kind in run.period), run.repeats) for run in self.decoder.runs)
+        return tuple(
+            LayerGroup(tuple(kinds[kind] for kind in group.period), group.repeats)
+            for group in self.decoder.layer_groups
+        )
 
     @property
     def rows_by_layer(self) -> list[dict[str, tuple[str, int]]]:
         """For each layer, by module: the name of its stack in "blocks", and the row of the layer."""
         layers: list[dict[str, tuple[str, int]]] = []
-        for number, run in enumerate(self.runs):
+        for number, group in enumerate(self.layer_groups):
             used: dict[str, int] = {}
-            for kind in run.kinds:
+            for kind in group.kinds:
                 layer = {}
                 for module in kind.modules or ():
-                    layer[module] = in_run(module, number, len(self.runs)), used.get(module, 0)
+                    layer[module] = in_group(module, number, len(self.layer_groups)), used.get(module, 0)
                     used[module] = used.get(module, 0) + 1
                 layers.append(layer)
         return layers

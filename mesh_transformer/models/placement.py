@@ -38,7 +38,7 @@ class Placement:
         platform = devices[0].platform
         compute = platforms.resolve(config.compute, platform)
         compute = compute.model_copy(update={"attention": resolved(compute.attention, platform)})
-        model = Model(config.decoder, compute, config.mesh.stages(shape))
+        model = Model(config.decoder, compute, config.mesh.virtual_stages(shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
         partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp, attention=compute.attention)

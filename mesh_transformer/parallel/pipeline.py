@@ -1,12 +1,12 @@
 """Pipeline parallelism: the work of a stage in each tick, and the communication between stages.
 
-The devices of the mesh axis that splits the layers are stages. A stage has one group of consecutive layers (1F1B,
-Narayanan et al. 2019, arXiv:1806.03377), or `rounds` of them, so that a microbatch goes around the stages several times
-(interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473): group c of the layers is on stage c mod p, in round c div
-p.
+The devices of the mesh axis that splits the layers are stages. A stage has the consecutive layers of one virtual stage
+(1F1B, Narayanan et al. 2019, arXiv:1806.03377), or of `rounds` virtual stages, so that a microbatch goes around the
+stages several times (interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473): virtual stage c is on stage c mod p,
+in round c div p.
 
-Time is in ticks, the same on all stages. In a tick a stage computes one group forward for one microbatch, and one group
-backward for another. Nothing branches on the stage: an idle stage computes with values that are not used.
+Time is in ticks, the same on all stages. In a tick a stage computes one virtual stage forward for one microbatch,
+and one backward for another. Nothing branches on the stage: an idle stage computes with values that are not used.
 
 Shapes: B sequences of a microbatch, T positions.
 """

@@ -35,8 +35,8 @@ Params = dict[str, Any]
 name. Their gradients, moments, dtypes and dimension names are trees of the same form."""
 Block = dict[str, Any]
 """The parameters of one layer, by module; or of several layers, each array with a leading dimension: the layers that
-have the module. In a model with several runs of layers, the names of the modules of all layers begin with the number of
-the run (`spec.in_run`)."""
+have the module. In a model with several groups of layers, the names of the modules of all layers begin with the number
+of the group (`spec.in_group`)."""
 Specs = PartitionSpec | Sequence["Specs"] | Mapping[str, "Specs"]
 """How a tree of arrays is split: one PartitionSpec may stand for a whole branch of the tree."""
 # a function of trees of arrays returns a tree like the one that it is given

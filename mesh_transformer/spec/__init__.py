@@ -31,10 +31,17 @@ from mesh_transformer.spec.layer import (
     sandwich,
     sequential,
 )
+from mesh_transformer.spec.layer_groups import (
+    LayerGroup,
+    in_group,
+    layer_groups_of,
+    neighbours,
+    pipelined_group,
+    starts,
+)
 from mesh_transformer.spec.mechanism import AttentionMixer, CacheEntry, Mechanism, PerLayer, PositionEncoding
 from mesh_transformer.spec.norm import NormSpec
 from mesh_transformer.spec.rotary import Rotary, Scaling
-from mesh_transformer.spec.runs import LayerGroup, in_run, neighbours, runs_of, shared_run, starts
 from mesh_transformer.spec.tensors import TRANSPOSED, Split, Tensor, by_stack
 
 __all__ = [
@@ -71,7 +78,7 @@ __all__ = [
     "Tensor",
     "below",
     "by_stack",
-    "in_run",
+    "in_group",
     "inside",
     "linear",
     "matrix",
@@ -79,10 +86,10 @@ __all__ = [
     "parallel",
     "parallel_norms",
     "post",
-    "runs_of",
+    "layer_groups_of",
     "sandwich",
     "sequential",
-    "shared_run",
+    "pipelined_group",
     "starts",
     "with_outputs",
 ]

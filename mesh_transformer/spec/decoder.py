@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mesh_transformer.fields import SHARED, WHOLE, Size
+from mesh_transformer.fields import PIPELINED, WHOLE, Size
 from mesh_transformer.spec.arrays import Array, Arrays, below, matrix, with_outputs
 from mesh_transformer.spec.feed_forward import ExpertsSpec
 from mesh_transformer.spec.layer import Layer
+from mesh_transformer.spec.layer_groups import LayerGroup, in_group, layer_groups_of, pipelined_group, starts
 from mesh_transformer.spec.mechanism import AttentionMixer, Mechanism, PerLayer, PositionEncoding
 from mesh_transformer.spec.norm import NormSpec
-from mesh_transformer.spec.runs import LayerGroup, in_run, runs_of, shared_run, starts
 
 # buckets of distances in T5's relative bias
 T5_BUCKETS = 32
@@ -52,28 +52,28 @@ class Decoder:
     def kinds(self) -> dict[Layer, int]:
         """The kinds of layers, each with the number of its layers."""
         counts: dict[Layer, int] = {}
-        for run in self.runs:
-            for kind in run.period:
-                counts[kind] = counts.get(kind, 0) + run.repeats
+        for group in self.layer_groups:
+            for kind in group.period:
+                counts[kind] = counts.get(kind, 0) + group.repeats
         return counts
 
     @functools.cached_property
-    def runs(self) -> tuple[LayerGroup[Layer], ...]:
+    def layer_groups(self) -> tuple[LayerGroup[Layer], ...]:
         """The layers by their kinds, in order: DeepSeek-V3 has (dense) x 3 and (experts) x 58."""
         # many layers are one object: its kind is made once
         kinds: dict[int, Layer] = {id(layer): layer.kind for layer in self.layers}
         # equal kinds become one object, which compares fast
         same: dict[Layer, Layer] = {}
-        return runs_of([same.setdefault(kind, kind) for kind in (kinds[id(layer)] for layer in self.layers)])
+        return layer_groups_of([same.setdefault(kind, kind) for kind in (kinds[id(layer)] for layer in self.layers)])
 
-    def shared_run(self, stages: int = 1) -> int | None:
-        """The number of the run whose repeats are split into `stages` groups: see `spec.shared_run`."""
-        return shared_run(self.runs, stages)
+    def pipelined_group(self, virtual_stages: int = 1) -> int | None:
+        """The number of the group that a pipeline splits over its virtual stages: see `spec.pipelined_group`."""
+        return pipelined_group(self.layer_groups, virtual_stages)
 
-    def loop_trips(self, stages: int = 1) -> int:
-        """Iterations of the scan over the shared run, per stage."""
-        run = self.shared_run(stages)
-        return 0 if run is None else self.runs[run].repeats // stages
+    def loop_trips(self, virtual_stages: int = 1) -> int:
+        """Iterations of the scan over the layers of a virtual stage."""
+        number = self.pipelined_group(virtual_stages)
+        return 0 if number is None else self.layer_groups[number].repeats // virtual_stages
 
     def mechanisms(self) -> Iterator[Mechanism]:
         """The mechanisms of all kinds of layers."""
@@ -131,33 +131,33 @@ class Decoder:
 
     @functools.cached_property
     def stacks(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-        """The stacks of each parameter of a layer, such as `attention/q/w`: for each run that has the parameter, the
-        path of the stack below blocks/, and the layers, which are the rows of the stack."""
+        """The stacks of each parameter of a layer, such as `attention/q/w`: for each group of layers that has the
+        parameter, the path of the stack below blocks/, and the layers, which are the rows of the stack."""
         stacks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        for number, (run, start) in enumerate(zip(self.runs, starts(self.runs), strict=False)):
+        for number, (group, start) in enumerate(zip(self.layer_groups, starts(self.layer_groups), strict=False)):
             layers: dict[str, list[int]] = {}
-            for layer, kind in enumerate(run.kinds, start):
+            for layer, kind in enumerate(group.kinds, start):
                 for path in self.layer_arrays(kind):
                     layers.setdefault(path, []).append(layer)
             for path, rows in layers.items():
-                stacks.setdefault(path, []).append((in_run(path, number, len(self.runs)), tuple(rows)))
+                stacks.setdefault(path, []).append((in_group(path, number, len(self.layer_groups)), tuple(rows)))
         return stacks
 
-    def arrays(self, stages: int = 1) -> Arrays:
-        """All parameters by their path. The arrays of the layers are stacked by run and module.
+    def arrays(self, virtual_stages: int = 1) -> Arrays:
+        """All parameters by their path. The arrays of the layers are stacked by group of layers and module.
 
         Args:
-            stages: the number of groups into which a run is split (`shared_run`).
+            virtual_stages: pipeline stages x rounds; one group is split over them (`pipelined_group`).
         """
-        shared = self.shared_run(stages)
+        pipelined = self.pipelined_group(virtual_stages)
         blocks: Arrays = {}
-        for number, run in enumerate(self.runs):
-            axis = SHARED if number == shared else WHOLE
+        for number, group in enumerate(self.layer_groups):
+            axis = PIPELINED if number == pipelined else WHOLE
             rows: dict[str, int] = {}
-            for kind in run.period:
+            for kind in group.period:
                 for path, array in self.layer_arrays(kind).items():
-                    rows[path] = rows.get(path, 0) + run.repeats
-                    name = in_run(path, number, len(self.runs))
+                    rows[path] = rows.get(path, 0) + group.repeats
+                    name = in_group(path, number, len(self.layer_groups))
                     stacked = (axis, *array.axes), (rows[path], *array.shape)
                     blocks[name] = array._replace(axes=stacked[0], shape=stacked[1], used=array.used * rows[path])
         return {**below("embed", self.embedding_arrays), **below("blocks", blocks), **below("head", self.head_arrays)}

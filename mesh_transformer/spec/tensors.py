@@ -81,7 +81,8 @@ class Tensor(NamedTuple):
 
 
 def by_stack(rows: Iterable[Tensor], decoder: Decoder) -> list[Tensor]:
-    """The rows for the stacks of a decoder. A parameter of the layers has a stack, and so a row, for each run."""
+    """The rows for the stacks of a decoder. A parameter of the layers has a stack, and so a row, for each
+    group of layers."""
     of_stacks = []
     for row in rows:
         if not row.stacked:

@@ -55,7 +55,7 @@ def updated_bias(params: Params, means: Means, rate: float) -> Params:
     if not routers or rate == 0:
         return params
     changes_LE, updated = rate * jnp.sign(1 - load(means)), dict(blocks)
-    # the runs' stacks one after the other
+    # the groups' stacks one after the other
     for module in sorted(routers, key=lambda name: int(name.partition("/")[0]) if len(routers) > 1 else 0):
         bias_LE = blocks[module]["bias"]
         updated[module] = {**blocks[module], "bias": bias_LE + changes_LE[: len(bias_LE)]}

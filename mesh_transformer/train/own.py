@@ -15,7 +15,7 @@ from mesh_transformer import platforms
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.models.stack import Batch, Results
 from mesh_transformer.parallel.sharding import Params, Partition, active, use
-from mesh_transformer.spec import shared_run
+from mesh_transformer.spec import pipelined_group
 from mesh_transformer.train import pipeline
 from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, microbatches, sequential
 
@@ -32,7 +32,7 @@ def gradients(
         params: the trained parameters, in the dtype of the arithmetic.
         batch: a tree of arrays (A, B, ...).
         frozen: the second argument of `ModelFunctions.transform`, by default an empty tree.
-        rounds: groups of consecutive layers in each stage of a pipeline.
+        rounds: virtual stages on each stage of a pipeline.
 
     Raises:
         UserError: the stages do not divide the layers, or a dimension of the batch.
@@ -79,9 +79,9 @@ def _schedule(rounds: int, parts: ModelFunctions, params: Params, batch: Batch, 
     stages = 1 if partition is None else partition.size("layers")
     if partition is None or stages == 1:
         return sequential
-    runs = parts.layout(params["blocks"])
-    if shared_run(runs, stages * rounds) is None:
-        each = listed([f"{run.repeats} x {len(run.period)}" for run in runs])
+    groups = parts.layout(params["blocks"])
+    if pipelined_group(groups, stages * rounds) is None:
+        each = listed([f"{group.repeats} x {len(group.period)}" for group in groups])
         raise UserError(
             f"the layers are {each} (repeats of a period x its layers): {stages} stages x {rounds} rounds of a "
             "pipeline divide none"

@@ -4,16 +4,17 @@
 microbatches between their forward and their backward pass: at most two for each stage, however many microbatches a step
 has. The backward pass computes each layer again, as compute.remat full does.
 
-The repeats of one run of layers (`spec.shared_run`) are split over the stages. Every stage computes the runs before and
-after it whole, in each tick: the first stage uses the result of the runs before, the last stage the result of the runs
-after. This takes no more time than on one stage, for which all other stages would wait.
+The repeats of one group of layers (`spec.pipelined_group`) are split over the virtual stages: the stages, times the
+rounds. Every stage computes the groups before and after it whole, in each tick: the first stage uses the result of the
+groups before, the last stage the result of the groups after. This takes no more time than on one stage, for which all
+other stages would wait.
 
 All stages compute head and loss (`ModelFunctions.loss`) together. When the last stage has finished a microbatch, each
 stage takes an equal share of its positions through them (of `ModelFunctions.shared_out`), and the gradients of the
 shares are gathered. The embedding is looked up by all stages, and used by the first.
 
-Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers, v rounds, C layers of a group, s
-slots for kept inputs.
+Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers, v rounds, C layers of a virtual
+stage, s slots for kept inputs.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from mesh_transformer.models.stack import (
     LAYER_LOOP,
     Batch,
     Kind,
+    LayerGroups,
     Means,
     Results,
     Rows,
-    Runs,
     Shared,
     Stream,
-    by_run,
-    joined_runs,
-    over_run,
-    rows_by_run,
+    by_group,
+    joined_groups,
+    over_group,
+    rows_by_group,
 )
 from mesh_transformer.parallel.pipeline import Item, PipelineStages, Ticks, at, fold, put, unfold
 from mesh_transformer.parallel.sharding import Block, Params, Tree, active, constrain, constrain_tree, map_axes
-from mesh_transformer.spec import LayerGroup, shared_run
+from mesh_transformer.spec import LayerGroup, pipelined_group
 from mesh_transformer.train.pipeline_forward import Forward, Losses, Stack
 from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, microbatches
 
 
 def schedule(rounds: int) -> StepSchedule:
-    """The schedule with `rounds` groups of layers in each stage; 1: 1F1B."""
+    """The schedule with `rounds` virtual stages on each stage; 1: 1F1B."""
     return StepSchedule(functools.partial(_gradients, rounds), functools.partial(_loss, rounds))
 
 
@@ -66,40 +67,40 @@ def _stages(parts: ModelFunctions) -> PipelineStages:
 
 
 class _Operands(NamedTuple):
-    """The runs and arrays of a model, grouped by placement: replicated (embedding, head, the runs before and after the
-    shared one) and split over the stages (the shared run). See `Forward`."""
+    """The layer groups and arrays of a model by placement: replicated (embedding, head, the groups before and after the
+    pipelined one) and split over the stages (the pipelined group). See `Forward`."""
 
-    # the layers of a group of the shared run
-    run: LayerGroup[Kind]
-    whole_runs: dict[str, Runs]
+    # the layers of a virtual stage
+    virtual_stage: LayerGroup[Kind]
+    whole_groups: dict[str, LayerGroups]
     arrays: tuple[Params, dict[str, Sequence[Rows]], Stack]
     """`Forward.tables`, `Forward.whole_numbers` and `Forward.stack`."""
     axes: Params
-    """The dimension names of the tables; and as "layer", of one layer of the shared run."""
+    """The dimension names of the tables; and as "layer", of one layer of the pipelined group."""
 
     @classmethod
     def of(cls, stages: PipelineStages, rounds: int, parts: ModelFunctions, params: Params) -> _Operands:
-        runs, groups = parts.layout(params["blocks"]), stages.count * rounds
-        shared = shared_run(runs, groups)
-        assert shared is not None
-        cuts = {"before": slice(shared), "after": slice(shared + 1, None)}
+        groups, virtual_stages = parts.layout(params["blocks"]), stages.count * rounds
+        pipelined = pipelined_group(groups, virtual_stages)
+        assert pipelined is not None
+        cuts = {"before": slice(pipelined), "after": slice(pipelined + 1, None)}
 
-        def around_shared(of_runs: Sequence[Tree]) -> dict[str, Sequence[Tree]]:
-            return {name: list(of_runs[cut]) for name, cut in cuts.items()}
+        def around_pipelined(of_groups: Sequence[Tree]) -> dict[str, Sequence[Tree]]:
+            return {name: list(of_groups[cut]) for name, cut in cuts.items()}
 
-        blocks, numbers = by_run(params["blocks"], runs), rows_by_run(parts.numbers, runs)
-        axes = by_run(parts.axes["blocks"], runs)
-        layer = map_axes(lambda names: names[1:], axes[shared])
+        blocks, numbers = by_group(params["blocks"], groups), rows_by_group(parts.numbers, groups)
+        axes = by_group(parts.axes["blocks"], groups)
+        layer = map_axes(lambda names: names[1:], axes[pipelined])
         ends = {name: params[name] for name in ("embed", "head")}
         return cls(
-            runs[shared]._replace(repeats=runs[shared].repeats // groups),
-            around_shared(runs),
+            groups[pipelined]._replace(repeats=groups[pipelined].repeats // virtual_stages),
+            around_pipelined(groups),
             (
-                {**ends, **around_shared(blocks)},
-                around_shared(numbers),
-                fold(Stack(blocks[shared], numbers[shared]), rounds),
+                {**ends, **around_pipelined(blocks)},
+                around_pipelined(numbers),
+                fold(Stack(blocks[pipelined], numbers[pipelined]), rounds),
             ),
-            {**{name: parts.axes[name] for name in ends}, **around_shared(axes), "layer": layer},
+            {**{name: parts.axes[name] for name in ends}, **around_pipelined(axes), "layer": layer},
         )
 
 
@@ -110,22 +111,24 @@ def _gradients(
     ticks, given = Ticks(stages.count, rounds, microbatches(batch)), _Operands.of(stages, rounds, parts, params)
 
     def run(tables: Params, whole_numbers: dict[str, Sequence[Rows]], stack: Stack, batch: Batch) -> Any:
-        forward = Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch)
+        forward = Forward(
+            parts, stages, ticks, given.virtual_stage, given.whole_groups, tables, whole_numbers, stack, batch
+        )
         return _Backward(forward, given.axes).results()
 
     run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), stages.folded, P()))
     summed, blocks, losses, results, means, whole_means = run(*given.arrays, batch)
-    blocks = joined_runs([*summed.pop("before"), unfold(blocks), *summed.pop("after")])
+    blocks = joined_groups([*summed.pop("before"), unfold(blocks), *summed.pop("after")])
     total = parts.constrain({**summed, "blocks": blocks})
     metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means, whole_means))
     return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), None
 
 
 def _by_microbatch(means: Means, whole_means: dict[str, Means]) -> Means:
-    """The means of all layers, (M, L + N, ...), from the means of the shared run, (v, L / v, M, ...), and the means of
-    the other runs, (M, N, ...)."""
-    shared = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
-    parts = whole_means["before"], shared, whole_means["after"]
+    """The means of all layers, (M, L + N, ...), from the means of the pipelined group, (v, L / v, M, ...), and the
+    means of the other groups, (M, N, ...)."""
+    pipelined = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
+    parts = whole_means["before"], pipelined, whole_means["after"]
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: jnp.concatenate([part[name] for part in parts if name in part], axis=1) for name in names}
 
@@ -144,7 +147,9 @@ def _loss(rounds: int, parts: ModelFunctions, params: Params, batch: Batch) -> t
     given = _Operands.of(stages, rounds, parts, params)
 
     def run(tables: Params, whole_numbers: dict[str, Sequence[Rows]], stack: Stack, batch: Batch) -> Any:
-        return Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch).losses()
+        return Forward(
+            parts, stages, ticks, given.virtual_stage, given.whole_groups, tables, whole_numbers, stack, batch
+        ).losses()
 
     run = stages.run(run, (P(), P(), stages.folded, P()), (P(), P(), stages.folded, P()))
     losses, results, means, whole_means = run(*given.arrays, jax.tree.map(cut, batch))
@@ -173,7 +178,7 @@ class _Carry(NamedTuple):
 
 _Start = tuple[jax.Array, Shared]
 """The gradients of x and of `Stream.learned`."""
-_Group = tuple[_Start, Block]
+_LayerCarry = tuple[_Start, Block]
 """The carry of the backward pass over layers: also the sum of gradients."""
 
 
@@ -187,7 +192,7 @@ class _Backward:
 
     def results(self) -> tuple[Params, Block, jax.Array, Results, Means, dict[str, Means]]:
         """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of
-        `ModelFunctions.loss` (M, B, T, ...), means of this stage's layers (v, C, M, ...), and of the runs that every
+        `ModelFunctions.loss` (M, B, T, ...), means of this stage's layers (v, C, M, ...), and of the groups that every
         stage computes (M, N, ...)."""
         ticks, carry = self.forward.ticks, self._start()
         ends = ticks.warmup, ticks.forward_ticks, ticks.total
@@ -204,7 +209,7 @@ class _Backward:
     def _start(self) -> _Carry:
         f = self.forward
         wire = f.wire()
-        inputs = jnp.zeros((f.ticks.rounds, f.ticks.slots, f.run.layers, *wire.shape), wire.dtype)
+        inputs = jnp.zeros((f.ticks.rounds, f.ticks.slots, f.virtual_stage.layers, *wire.shape), wire.dtype)
         zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
         sums = _Sums(zeros(f.tables), zeros(f.stack.params), f.no_losses())
         return _Carry(wire, wire, self._constrain_kept(inputs), sums)
@@ -262,7 +267,7 @@ class _Backward:
     ) -> tuple[jax.Array, Means, Callable[[jax.Array], tuple[jax.Array, Params]]]:
         """`Forward.leave`; and the gradient of y and of the tables, from the gradient of the result."""
         f, batch = self.forward, self.forward.microbatch(item)
-        if not f.whole_runs["after"]:
+        if not f.whole_groups["after"]:
             return y_BTD, {}, lambda dy_BTD: (dy_BTD, {})
         learned, pull_learned = jax.vjp(lambda params: f.parts.embed(params, batch).learned, f.tables["embed"])
         stream = f.parts.embed(f.tables["embed"], batch)
@@ -286,7 +291,7 @@ class _Backward:
         return y_BTD, means, gradient
 
     def _pull_layers(self, tick: jax.Array, dy_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
-        """The backward pass of this stage's layers in a tick, and of the embedding with the runs before: the gradient
+        """The backward pass of this stage's layers in a tick, and of the embedding with the groups before: the gradient
         of the stage's input."""
         f, sums = self.forward, carry.sums
         item, stage = f.ticks.backward(tick, f.stages.index), f.stages.index
@@ -300,10 +305,10 @@ class _Backward:
         _, pull_embed, stream = jax.vjp(embed, f.tables["embed"], has_aux=True)
         start = jnp.where(last, dy_BTD, carry.dx_BTD), jax.tree.map(jnp.zeros_like, stream.learned)
         inputs = at(carry.kept, item.round, slot)
-        (dx_BTD, dlearned), blocks = self._pull_group(item, start, stream, inputs, sums.blocks)
+        (dx_BTD, dlearned), blocks = self._pull_virtual_stage(item, start, stream, inputs, sums.blocks)
         first = (stage == 0) & (item.round == 0) & item.valid
         dx_embed, gradients = jnp.where(first, dx_BTD, 0), {}
-        if f.whole_runs["before"]:
+        if f.whole_groups["before"]:
             dlearned, (gradient, dx_embed) = self._pull_before(first, stream, dx_embed, dlearned)
             gradients["before"] = _masked(first, gradient)
         (gradient,) = pull_embed((dx_embed, dlearned))
@@ -314,8 +319,8 @@ class _Backward:
     def _pull_before(
         self, first: jax.Array, stream: Stream, dy_BTD: jax.Array, dlearned: Shared
     ) -> tuple[Shared, tuple[Params, jax.Array]]:
-        """The backward pass of the runs before the shared one: the gradient of `Stream.learned` with their part, and
-        the gradients of their parameters and input. Their loss counts only where `first` is true."""
+        """The backward pass of the groups before the pipelined one: the gradient of `Stream.learned` with their part,
+        and the gradients of their parameters and input. Their loss counts only where `first` is true."""
 
         def before(params: Sequence[Block], x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
             x_BTD, means = self.forward.pass_whole("before", params, stream._replace(x_BTD=x_BTD, learned=learned))
@@ -325,13 +330,17 @@ class _Backward:
         gradient, dx_BTD, dl = pull((dy_BTD, first.astype(jnp.float32)))
         return jax.tree.map(jnp.add, dlearned, dl), (gradient, dx_BTD)
 
-    def _pull_group(self, item: Item, start: _Start, stream: Stream, inputs: jax.Array, total: Block) -> _Group:
-        """The layers of a group, the last one first: the gradients of its input and of `Stream.learned`, and the sum of
-        gradients with theirs."""
+    def _pull_virtual_stage(
+        self, item: Item, start: _Start, stream: Stream, inputs: jax.Array, total: Block
+    ) -> _LayerCarry:
+        """The layers of a virtual stage, the last one first: the gradients of its input and of `Stream.learned`, and
+        the sum of gradients with theirs."""
         f = self.forward
         sums = f.parts.sums or f.stages.partition
 
-        def layer(kind: Kind, carry: _Group, rows: Block, index: jax.Array) -> tuple[_Group, tuple[None, Means]]:
+        def layer(
+            kind: Kind, carry: _LayerCarry, rows: Block, index: jax.Array
+        ) -> tuple[_LayerCarry, tuple[None, Means]]:
             (dy_BTD, dlearned), total = carry
             params, numbers = f.stack.layer(item.round, rows, index)
 
@@ -355,9 +364,11 @@ class _Backward:
             return ((dx_BTD, dlearned), {**total, **new}), (None, {})
 
         with jax.named_scope(LAYER_LOOP):
-            layers = jnp.arange(f.run.layers)
-            group, _ = over_run(f.run, layer, (start, total), f.rows, layers, unroll=f.parts.unroll, reverse=True)
-        return group
+            layers = jnp.arange(f.virtual_stage.layers)
+            result, _ = over_group(
+                f.virtual_stage, layer, (start, total), f.rows, layers, unroll=f.parts.unroll, reverse=True
+            )
+        return result
 
     def _settled(self, gradient: Params) -> Params:
         """Gradients of tables in float32, split as the tables are: with ZeRO-1 they are split over dp after the

@@ -1,7 +1,7 @@
 """The forward pass of a stage of a pipeline (train/pipeline.py has the schedule).
 
-Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers of the run that the stages share
-out, v rounds, C layers of a group, N layers of the runs that every stage computes whole.
+Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers of the group that the stages
+share out, v rounds, C layers of a virtual stage, N layers of the groups that every stage computes whole.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from mesh_transformer.models.stack import (
     LAYER_LOOP,
     Batch,
     Kind,
+    LayerGroups,
     Means,
     Outputs,
     Results,
     Rows,
-    Runs,
     Stream,
     join,
-    over_run,
+    over_group,
 )
 from mesh_transformer.parallel.pipeline import Index, Item, PipelineStages, Ticks, at, put
 from mesh_transformer.parallel.sharding import Block, Params, constrain
 from mesh_transformer.spec import LayerGroup
 from mesh_transformer.train.schedule import ModelFunctions, rematerialized
 
-# the runs that every stage computes whole
-WHOLE_RUNS = ("before", "after")
+# the groups that every stage computes whole
+WHOLE_GROUPS = ("before", "after")
 
 
 class Stack(NamedTuple):
@@ -51,8 +51,8 @@ class Stack(NamedTuple):
 
 class Losses(NamedTuple):
     """The results of `ModelFunctions.loss`: sums over this stage's shares, and the results of all shares, (M, B, T,
-    ...); the means of this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes,
-    (M, N, ...), zeros on a stage that does not use the runs' output."""
+    ...); the means of this stage's layers, (M, v, C, ...); and by name the means of the groups that every stage
+    computes, (M, N, ...), zeros on a stage that does not use the groups' output."""
 
     losses_M: jax.Array
     results: Results
@@ -71,12 +71,12 @@ class Forward:
     parts: ModelFunctions
     stages: PipelineStages
     ticks: Ticks
-    # the layers of a group, and by name the runs before and after the shared one
-    run: LayerGroup[Kind]
-    whole_runs: dict[str, Runs]
-    # the parameters that every stage has: "embed", "head", and by name the layers of `whole_runs`
+    # the layers of a virtual stage, and by name the groups before and after the pipelined one
+    virtual_stage: LayerGroup[Kind]
+    whole_groups: dict[str, LayerGroups]
+    # the parameters that every stage has: "embed", "head", and by name the layers of `whole_groups`
     tables: Params
-    # by name the rows of `ModelFunctions.numbers` of the layers of `whole_runs`
+    # by name the rows of `ModelFunctions.numbers` of the layers of `whole_groups`
     whole_numbers: dict[str, Sequence[Rows]]
     stack: Stack
     # all microbatches
@@ -88,27 +88,27 @@ class Forward:
 
     @property
     def rows(self) -> Block:
-        """The rows of a group in the stack of each module."""
+        """The rows of a virtual stage in the stack of each module."""
         return {name: jnp.arange(jax.tree.leaves(leaves)[0].shape[1]) for name, leaves in self.stack.params.items()}
 
     def enter(self, item: Item) -> tuple[Stream, Means]:
-        """The input of the first stage's layers for a microbatch, and the means of the runs before them."""
+        """The input of the first stage's layers for a microbatch, and the means of the groups before them."""
         stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
         x_BTD, means = self.pass_whole("before", self.tables["before"], stream)
         return stream._replace(x_BTD=x_BTD), means
 
     def pass_whole(self, name: str, params: Sequence[Block], stream: Stream) -> tuple[jax.Array, Means]:
-        """The runs before or after the shared one: (B, T, D) -> (B, T, D), and their means, (N, ...)."""
+        """The groups before or after the pipelined one: (B, T, D) -> (B, T, D), and their means, (N, ...)."""
         layer, outputs, x_BTD = rematerialized(self.parts, stream, ()), [], stream.x_BTD
         with jax.named_scope(LAYER_LOOP):
-            for run, block, rows in zip(self.whole_runs[name], params, self.whole_numbers[name], strict=True):
-                x_BTD, out = over_run(run, layer, x_BTD, block, rows, unroll=self.parts.unroll)
+            for group, block, rows in zip(self.whole_groups[name], params, self.whole_numbers[name], strict=True):
+                x_BTD, out = over_group(group, layer, x_BTD, block, rows, unroll=self.parts.unroll)
                 outputs.append(out)
         return x_BTD, join(outputs)[1] if outputs else {}
 
     def pass_layers(self, tick: jax.Array, received_BTD: jax.Array) -> tuple[jax.Array, jax.Array, Means, Means]:
         """The layers of this stage in a tick: (B, T, D) -> (B, T, D), the input of each layer, (C, B, T, D), and its
-        means, (C, ...); and the means of the runs before the shared one."""
+        means, (C, ...); and the means of the groups before the pipelined one."""
         item = self.ticks.forward(tick, self.stages.index)
         stream, before = self.enter(item)
         x_BTD = jnp.where((self.stages.index == 0) & (item.round == 0), stream.x_BTD, received_BTD)
@@ -119,14 +119,19 @@ class Forward:
             return y_BTD, (x_BTD, means)
 
         with jax.named_scope(LAYER_LOOP):
-            y_BTD, (inputs, means) = over_run(
-                self.run, layer, x_BTD, self.rows, jnp.arange(self.run.layers), unroll=self.parts.unroll
+            y_BTD, (inputs, means) = over_group(
+                self.virtual_stage,
+                layer,
+                x_BTD,
+                self.rows,
+                jnp.arange(self.virtual_stage.layers),
+                unroll=self.parts.unroll,
             )
         return y_BTD, inputs, means, before
 
     def leave(self, item: Item, y_BTD: jax.Array) -> tuple[jax.Array, Means]:
-        """The runs after the shared one, of a finished microbatch: (B, T, D) -> (B, T, D), and their means."""
-        if not self.whole_runs["after"]:
+        """The groups after the pipelined one, of a finished microbatch: (B, T, D) -> (B, T, D), and their means."""
+        if not self.whole_groups["after"]:
             return y_BTD, {}
         stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
         return self.pass_whole("after", self.tables["after"], stream._replace(x_BTD=y_BTD))
@@ -167,7 +172,9 @@ class Forward:
 
         shapes, *whole_shapes = jax.eval_shape(means)
         by_layer = jax.tree.map(lambda x: zeros(x, self.ticks.rounds), shapes)
-        by_name = {name: jax.tree.map(zeros, of_runs) for name, of_runs in zip(WHOLE_RUNS, whole_shapes, strict=True)}
+        by_name = {
+            name: jax.tree.map(zeros, of_groups) for name, of_groups in zip(WHOLE_GROUPS, whole_shapes, strict=True)
+        }
         return Losses(
             jnp.zeros(self.ticks.microbatches), jax.tree.map(zeros, jax.eval_shape(results)), by_layer, by_name
         )
@@ -183,7 +190,7 @@ class Forward:
         )
 
     def note_after(self, total: Losses, item: Item, after: Means) -> Losses:
-        """The results with the means of the runs after the shared one, of a finished microbatch."""
+        """The results with the means of the groups after the pipelined one, of a finished microbatch."""
         valid = item.valid & (self.stages.index == self.stages.last)
         after = _noted(total.whole_means["after"], after, valid, item.microbatch)
         return total._replace(whole_means={**total.whole_means, "after": after})
@@ -201,7 +208,7 @@ class Forward:
 
     def losses(self) -> tuple[jax.Array, Results, Means, dict[str, Means]]:
         """The loss of each microbatch, (M,), the results of `ModelFunctions.loss`, (M, B, T, ...), the means of this
-        stage's layers, (v, C, M, ...), and of the runs that every stage computes, (M, N, ...), without a backward
+        stage's layers, (v, C, M, ...), and of the groups that every stage computes, (M, N, ...), without a backward
         pass."""
 
         def finish(item: Item, y_BTD: jax.Array, total: Losses) -> Losses:

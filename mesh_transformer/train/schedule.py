@@ -18,11 +18,11 @@ from mesh_transformer.models.stack import (
     Batch,
     Kind,
     LayerFunction,
+    LayerGroups,
     Means,
     Outputs,
     Results,
     Rows,
-    Runs,
     Stream,
     over_layers,
 )
@@ -54,7 +54,7 @@ class ModelFunctions(NamedTuple):
     """(parameters of "embed", microbatch) -> what the first layer reads."""
     layer: Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]
     """(parameters of one layer, its input, its row of `numbers`) -> x for the next layer, named means over its tokens.
-    A kind in `runs` may replace this function."""
+    A kind in `layer_groups` may replace this function."""
     loss: Callable[[Params, jax.Array, Batch], tuple[jax.Array, Results]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
     (B, T, ...). For a pipeline: the scalars of pieces of a microbatch, cut along `shared_out`, add up to its scalar."""
@@ -69,10 +69,10 @@ class ModelFunctions(NamedTuple):
     of a whole microbatch -> metrics."""
     sums: Partition | None = None
     """The partition of the sum of gradients, by default the active one."""
-    runs: Runs | None = None
-    """The layers by their kinds, in order, by default one run of equal layers. With several runs, the names of the
-    modules of "blocks" begin with the number of the run (`spec.in_run`). One run is split over the stages of a pipeline
-    (`spec.shared_run`), and each stage computes the other runs whole."""
+    layer_groups: LayerGroups | None = None
+    """The layers by their kinds, in order, by default one group of equal layers. With several groups, the names of the
+    modules of "blocks" begin with the number of the group (`spec.in_group`). One group is split over the stages of a
+    pipeline (`spec.pipelined_group`), and each stage computes the other groups whole."""
     numbers: Rows = None
     """Arrays (L, ...) without gradients, or None. Each layer reads its own row."""
     kept: Sequence[str] | None = None
@@ -88,9 +88,9 @@ class ModelFunctions(NamedTuple):
     """The dimension that the stages of a pipeline divide among themselves to compute the loss, a name of `stream_axes`.
     Every array of a batch has it at the place that it has there."""
 
-    def layout(self, blocks: Block) -> Runs:
-        """`runs`, given the parameters "blocks"; one run if there are none."""
-        return self.runs or (LayerGroup((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
+    def layout(self, blocks: Block) -> LayerGroups:
+        """`layer_groups`, given the parameters "blocks"; one group if there are none."""
+        return self.layer_groups or (LayerGroup((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
 
     def layer_of(self, kind: Kind) -> Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]:
         """The function that computes the layers of a kind."""
@@ -153,8 +153,8 @@ def _gradients(
 def _loss(parts: ModelFunctions, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
     stream, blocks = parts.embed(params["embed"], batch), params["blocks"]
     with jax.named_scope(LAYER_LOOP):
-        layer, runs = rematerialized(parts, stream, parts.kept), parts.layout(blocks)
-        x_BTD, (_, means) = over_layers(runs, layer, stream.x_BTD, blocks, parts.numbers, unroll=parts.unroll)
+        layer, groups = rematerialized(parts, stream, parts.kept), parts.layout(blocks)
+        x_BTD, (_, means) = over_layers(groups, layer, stream.x_BTD, blocks, parts.numbers, unroll=parts.unroll)
     return *parts.loss(params, constrain(x_BTD, *parts.stream_axes), batch), means
 
 

@@ -218,8 +218,8 @@ class TrainProgram:
         compute = self.model.compute
         kinds = {
             kind.layer: Kind(functools.partial(self._layer, dispatch, kind.layer), kind.modules)
-            for run in self.model.runs
-            for kind in run.period
+            for group in self.model.layer_groups
+            for kind in group.period
         }
         return ModelFunctions(
             embed=self._embed,
@@ -230,8 +230,9 @@ class TrainProgram:
             layer_loss=self._router_loss,
             metrics=self._metrics,
             sums=self.moments,
-            runs=tuple(
-                LayerGroup(tuple(kinds[kind.layer] for kind in run.period), run.repeats) for run in self.model.runs
+            layer_groups=tuple(
+                LayerGroup(tuple(kinds[kind.layer] for kind in group.period), group.repeats)
+                for group in self.model.layer_groups
             ),
             numbers=layer_numbers(self.model.decoder, counted=self.config.optimizer.dropout > 0),
             kept=KEPT.get(compute.remat),

@@ -1,4 +1,4 @@
-"""Each pipeline that the version before `Decoder.runs` accepted is accepted: tests/golden/native/README.md."""
+"""Each pipeline that the version before `Decoder.layer_groups` accepted is accepted: tests/golden/native/README.md."""
 
 import json
 

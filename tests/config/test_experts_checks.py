@@ -25,7 +25,7 @@ def check(model: dict[str, Any], **groups: dict[str, Any]) -> None:
         (MODELS["mixtral"], {"experts": {"exchange": "ring"}}, ["experts.exchange = 'ring'", "tokens, gather"]),
         (MODELS["mixtral"], {"experts": {"bias_rate": 0.5}}, ["experts.bias_rate 0.5", "mixtral have no biases"]),
         # three layers; the first is dense
-        (V3, {"mesh": {"pp": 4}}, ["mesh.pp 4 divides no run of layers", "set mesh.pp to 1, 2"]),
+        (V3, {"mesh": {"pp": 4}}, ["mesh.pp 4 divides no group of layers", "set mesh.pp to 1, 2"]),
         ({**V3, "dense_layers": [1]}, {"mesh": {"pp": 2}}, ["mesh.pp 2", "1 x 1, 1 x 1, 1 x 1", "set mesh.pp to 1"]),
     ],
 )

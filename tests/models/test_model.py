@@ -15,7 +15,7 @@ from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.parallel.sharding import collect_axes, map_axes, use, with_axes
 from mesh_transformer.sequences import Sequences
-from mesh_transformer.spec import runs_of, starts
+from mesh_transformer.spec import layer_groups_of, starts
 from mesh_transformer.train.step import TrainProgram
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
@@ -49,7 +49,7 @@ def of_period(repeats: int, *overrides: str, devices: int = 1) -> TrainProgram:
     dense = [layer for layer in range(4 * repeats) if layer % 4 < 3]
     model = {**families.MODELS["qwen3_moe"], "layers": 4 * repeats, "dense_layers": dense}
     run = program({**TINY, "model": model}, *overrides, devices=devices, remat="full")
-    assert [(len(one.period), one.repeats) for one in run.model.decoder.runs] == [(4, repeats)]
+    assert [(len(one.period), one.repeats) for one in run.model.decoder.layer_groups] == [(4, repeats)]
     return run
 
 
@@ -88,10 +88,10 @@ def test_a_cached_program_with_rings_does_not_grow_with_the_number_of_layers():
         ("aba", [("a", "a"), ("b", "b"), ("a", "a")]),
     ],
 )
-def test_layers_that_repeat_are_one_run(kinds, expected):
-    runs = runs_of(kinds)
-    assert [(("".join(run.period)) * run.repeats, "".join(run.period)) for run in runs] == expected
-    assert starts(runs) == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(runs) + 1)]
+def test_layers_that_repeat_are_one_group(kinds, expected):
+    groups = layer_groups_of(kinds)
+    assert [(("".join(group.period)) * group.repeats, "".join(group.period)) for group in groups] == expected
+    assert starts(groups) == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(groups) + 1)]
 
 
 # tokens of a chunk; attention of the long one makes keys of all heads from the cached latents

@@ -1,4 +1,4 @@
-"""The arrays that mechanisms, layers and decoders declare, against the models; and layers cut into runs."""
+"""The arrays that mechanisms, layers and decoders declare, against the models; and layers cut into groups."""
 
 import functools
 
@@ -10,14 +10,14 @@ from support.families import MODELS
 
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.config import ComputeConfig, parse_config
-from mesh_transformer.fields import SHARED, STACKS, WHOLE
+from mesh_transformer.fields import PIPELINED, STACKS, WHOLE
 from mesh_transformer.models.block import block, encoded_positions, positions_of
 from mesh_transformer.models.model import Model, embed, final_norm, unembed
 from mesh_transformer.models.modules import Context
-from mesh_transformer.models.stack import by_run
+from mesh_transformer.models.stack import by_group
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.parallel.sharding import collect_axes
-from mesh_transformer.spec import Decoder, LayerGroup, in_run, neighbours, runs_of, shared_run, starts
+from mesh_transformer.spec import Decoder, LayerGroup, in_group, layer_groups_of, neighbours, pipelined_group, starts
 
 CLASSIC = {
     "gptj": {},
@@ -55,17 +55,17 @@ def test_arrays_have_the_dimension_names_of_the_modules(name: str) -> None:
         assert collect_axes(functools.partial(block, decoder, kind, x, ctx)) == model.stage_axes["blocks"][kind]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3])
 @pytest.mark.parametrize("name", ALL)
-def test_stacks_of_a_pipeline_are_split(name: str, stages: int) -> None:
+def test_stacks_of_a_pipeline_are_split(name: str, virtual_stages: int) -> None:
     decoder = decoder_of(name)
-    shared = decoder.shared_run(stages)
-    for path, array in decoder.arrays(stages).items():
+    pipelined = decoder.pipelined_group(virtual_stages)
+    for path, array in decoder.arrays(virtual_stages).items():
         assert len(array.axes) == len(array.shape), path
         stage, _, rest = path.partition("/")
         if stage == "blocks":
-            run = int(rest.partition("/")[0]) if len(decoder.runs) > 1 else 0
-            assert array.axes[0] == (SHARED if run == shared else WHOLE), path
+            group = int(rest.partition("/")[0]) if len(decoder.layer_groups) > 1 else 0
+            assert array.axes[0] == (PIPELINED if group == pipelined else WHOLE), path
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -114,34 +114,34 @@ def test_each_branch_reads_and_adds(name: str) -> None:
         ("abababab", [("ab", 4)]),
     ],
 )
-def test_runs_of(kinds: str, expected: list[tuple[str, int]]) -> None:
-    runs = runs_of(kinds)
-    assert [("".join(run.period), run.repeats) for run in runs] == expected
-    assert "".join(kind for run in runs for kind in run.kinds) == kinds
-    assert starts(runs)[-1] == len(kinds) == sum(run.layers for run in runs)
+def test_layer_groups_of(kinds: str, expected: list[tuple[str, int]]) -> None:
+    groups = layer_groups_of(kinds)
+    assert [("".join(group.period), group.repeats) for group in groups] == expected
+    assert "".join(kind for group in groups for kind in group.kinds) == kinds
+    assert starts(groups)[-1] == len(kinds) == sum(group.layers for group in groups)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "stages", "expected"),
+    ("kinds", "virtual_stages", "expected"),
     [
         ("", 2, None),
         ("dddd", 1, 0),
         ("dddd", 4, 0),
         ("dddd", 3, None),
-        # the longest run
+        # the longest group
         ("d" * 3 + "e" * 58, 2, 1),
-        # the longest that the number of stages divides
+        # the longest that the number of virtual stages divides
         ("d" * 3 + "e" * 58, 3, 0),
         ("d" * 3 + "e" * 58, 4, None),
         # repeats are shared out, not layers
         ("ddddde" * 8, 8, 0),
         ("ddddde" * 8, 6, None),
-        # of equally long runs the last
+        # of equally long groups the last
         ("ddee", 2, 1),
     ],
 )
-def test_shared_run(kinds: str, stages: int, expected: int | None) -> None:
-    assert shared_run(runs_of(kinds), stages) == expected
+def test_pipelined_group(kinds: str, virtual_stages: int, expected: int | None) -> None:
+    assert pipelined_group(layer_groups_of(kinds), virtual_stages) == expected
 
 
 def test_neighbours_are_equal_layers_that_follow_each_other() -> None:
@@ -151,7 +151,7 @@ def test_neighbours_are_equal_layers_that_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_stacks_are_the_rows_of_the_runs(name: str) -> None:
+def test_stacks_are_the_rows_of_the_groups(name: str) -> None:
     decoder = decoder_of(name)
     arrays = decoder.arrays()
     found = {path: len(layers) for stacks in decoder.stacks.values() for path, layers in stacks}
@@ -163,11 +163,11 @@ def test_stacks_are_the_rows_of_the_runs(name: str) -> None:
         assert rows == [layer for layer, one in enumerate(has) if one]
 
 
-def test_names_in_runs() -> None:
-    runs = (LayerGroup(("d",), 1), LayerGroup(("e",), 2))
-    assert in_run("ff/in", 0, 1) == "ff/in"
-    assert by_run({"0/ff/in": {"w": 1}, "1/ff/in": {"w": 2}}, runs) == [{"ff/in": {"w": 1}}, {"ff/in": {"w": 2}}]
-    # the eleventh run is not a part of the second
+def test_names_in_groups() -> None:
+    groups = (LayerGroup(("d",), 1), LayerGroup(("e",), 2))
+    assert in_group("ff/in", 0, 1) == "ff/in"
+    assert by_group({"0/ff/in": {"w": 1}, "1/ff/in": {"w": 2}}, groups) == [{"ff/in": {"w": 1}}, {"ff/in": {"w": 2}}]
+    # the eleventh group is not a part of the second
     many = [LayerGroup((str(number),), 1) for number in range(11)]
-    blocks = {in_run("ff/in", number, 11): {"w": number} for number in range(11)}
-    assert by_run(blocks, many)[1] == {"ff/in": {"w": 1}}
+    blocks = {in_group("ff/in", number, 11): {"w": number} for number in range(11)}
+    assert by_group(blocks, many)[1] == {"ff/in": {"w": 1}}

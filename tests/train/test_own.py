@@ -47,13 +47,21 @@ def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> ModelFuncti
     def metrics(value: jax.Array, results: Any, means: Any) -> dict[str, jax.Array]:
         return {"loss": value, "largest": results["nll"].max()}
 
-    numbers, axes, runs = jnp.linspace(0.5, 1.0, LAYERS + leading), AXES, None
+    numbers, axes, groups = jnp.linspace(0.5, 1.0, LAYERS + leading), AXES, None
     if leading:
         names = ("whole_layers", "embed", None)
         axes = {**AXES, "blocks": {"0/w": names, "0/first": names, "1/w": AXES["blocks"]["w"]}}
-        runs = LayerGroup((Kind(None, ("w", "first")),), 1), LayerGroup((Kind(None, ("w",)),), LAYERS)
+        groups = LayerGroup((Kind(None, ("w", "first")),), 1), LayerGroup((Kind(None, ("w",)),), LAYERS)
     return ModelFunctions(
-        embed, layer, head, axes, metrics=metrics, numbers=numbers, tied=tied, shared_out=shared_out, runs=runs
+        embed,
+        layer,
+        head,
+        axes,
+        metrics=metrics,
+        numbers=numbers,
+        tied=tied,
+        shared_out=shared_out,
+        layer_groups=groups,
     )
 
 
@@ -96,7 +104,7 @@ def _on(**axes: int) -> Partition:
 
 def _computed(partition: Partition, parts: ModelFunctions, rounds: int, last: bool = False) -> Any:
     one = jax.tree.map(lambda x: x[0], _batch())
-    params = _params(parts.runs is not None)
+    params = _params(parts.layer_groups is not None)
     if last:
         params["blocks"]["2/w"] = params["blocks"]["0/w"] / 2
     # two programs: XLA for CPU may start the collectives of two pipelines in another order on each device, and hang
@@ -129,13 +137,13 @@ def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str,
 
 
 def test_layers_that_every_stage_computes_have_losses_and_means() -> None:
-    """One layer before the shared run, and one after it."""
+    """One layer before the group that the stages share out, and one after it."""
     parts = _with_means(_parts(tied=True, shared_out="batch", leading=True))
-    before, shared = parts.runs or ()
+    before, pipelined = parts.layer_groups or ()
     axes = {**parts.axes, "blocks": {**parts.axes["blocks"], "2/w": ("whole_layers", "embed", None)}}
     numbers = jnp.linspace(0.5, 1.0, LAYERS + 2)
-    parts = parts._replace(runs=(before, shared, shared._replace(repeats=1)), axes=axes, numbers=numbers)
-    # the last run has the kind of the shared one: `spec.runs_of` would not cut there
+    parts = parts._replace(layer_groups=(before, pipelined, pipelined._replace(repeats=1)), axes=axes, numbers=numbers)
+    # the last group has the kind of the pipelined one: `spec.layer_groups_of` would not cut there
     ours, one = (_computed(partition, parts, 1, last=True) for partition in (_on(pp=2, fsdp=2), _on(dp=1)))
     (*ours_gradients, _), (*one_gradients, _) = ours[0], one[0]
     assert ours_gradients[1]["load"].shape == (LAYERS + 2,)

@@ -36,7 +36,7 @@ MESHES = {
     "pp2_cp2_tp2_zigzag": ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.context_mode=zigzag"],
 }
 DAILY = ["cp2_ring", "cp4_zigzag", "cp2_ulysses", "dp4_per_step", "pp2_cp2_tp2_zigzag"]
-# layers before the run of layers that the stages of a pipeline share out
+# layers before the group of layers that the stages of a pipeline share out
 LEADING = {"deepseek_v3": 1}
 SOURCES = 3
 GIVEN = packed(SOURCES)

@@ -73,7 +73,7 @@ def check_tied_gradient(answer: Callable[..., Any]) -> None:
 
 
 def check_item(answer: Callable[..., Any]) -> None:
-    """Every microbatch passes every group once, one tick after the group before, in as few ticks as possible."""
+    """Every microbatch passes every virtual stage once, one tick after the one before, in as few ticks as possible."""
     for stages, rounds, microbatches in ((4, 2, 8), (2, 3, 6), (4, 1, 8), (3, 2, 3)):
         name, seen = f"with {stages} stages, {rounds} rounds, {microbatches} microbatches", {}
         ticks = rounds * microbatches + stages - 1
@@ -89,19 +89,19 @@ def check_item(answer: Callable[..., Any]) -> None:
         work = {(m, c) for m in range(microbatches) for c in range(rounds * stages)}
         missing, unknown = work - set(seen), set(seen) - work
         assert not unknown, (
-            f"{name}, there is no microbatch and group {min(unknown)}, which the answer has in tick "
+            f"{name}, there is no microbatch and virtual stage {min(unknown)}, which the answer has in tick "
             f"{seen[min(unknown)]}: "
             "a stage without work has None"
         )
         assert not missing, (
-            f"{name}, {len(missing)} of {rounds * stages * microbatches} pairs of microbatch and group are not "
-            f"computed in the first {ticks} ticks, such as (microbatch, group) {min(missing)}"
+            f"{name}, {len(missing)} of {rounds * stages * microbatches} pairs of microbatch and virtual stage are "
+            f"not computed in the first {ticks} ticks, such as (microbatch, virtual stage) {min(missing)}"
         )
-        for (microbatch, group), t in seen.items():
-            before = seen.get((microbatch, group - 1), t - 1)
+        for (microbatch, virtual_stage), t in seen.items():
+            before = seen.get((microbatch, virtual_stage - 1), t - 1)
             assert t == before + 1, (
-                f"{name}, microbatch {microbatch} is in group {group} in tick {t} and in the group before in tick "
-                f"{before}: it has to come exactly one tick later"
+                f"{name}, microbatch {microbatch} is in virtual stage {virtual_stage} in tick {t} and in the one "
+                f"before in tick {before}: it has to come exactly one tick later"
             )
 
 

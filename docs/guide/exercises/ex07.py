@@ -46,10 +46,10 @@ def tied_gradient(of_embedding: jax.Array, of_head: jax.Array, stages: int) -> j
 def item(t: int, stage: int, stages: int, rounds: int, microbatches: int) -> tuple[int, int] | None:
     """What a stage computes forward in tick t of interleaved 1F1B: (microbatch, round); None: it is idle.
 
-    Microbatches, rounds and groups of layers are numbered from 0. Group c is on stage c mod p in round c div p, where p
-    is the number of stages. In a tick a stage computes one group. The first p microbatches go through all rounds before
-    the next p microbatches begin; `microbatches` is divisible by p. Stage 0 begins in tick 0, and each stage begins one
-    tick after the stage before it.
+    Microbatches, rounds and virtual stages are numbered from 0. Virtual stage c is on stage c mod p in round c div p,
+    where p is the number of stages. In a tick a stage computes one virtual stage. The first p microbatches go through
+    all rounds before the next p microbatches begin; `microbatches` is divisible by p. Stage 0 begins in tick 0, and
+    each stage begins one tick after the stage before it.
     """
     raise NotImplementedError
 

@@ -45,7 +45,7 @@ class PackedModel(Model):
         # layers of one kind whose arrays have the same shapes are traced once
         jitted = {kind: jax.jit(functools.partial(layer, kind)) for kind in self.decoder.kinds}
         x_BTD, views, numbers = stream.x_BTD, list(views), layer_numbers(self.decoder)
-        kinds = (kind for run in self.decoder.runs for kind in run.kinds)
+        kinds = (kind for group in self.decoder.layer_groups for kind in group.kinds)
         for number, (kind, packed) in enumerate(zip(kinds, params, strict=True)):
             at, row = view_of[number], jax.tree.map(lambda x, number=number: x[number], numbers)
             query = query_index_B if number == len(params) - 1 else None

@@ -81,8 +81,8 @@ class MeshPlan:
         program = TrainProgram(Placement.of(config, devices), config)
         sizes = {name: given[0].whole for name, given in config.sizes.items() if given}
         decoder = program.model.decoder
-        shared = decoder.shared_run(config.mesh.stages(shape)) or 0
-        sizes |= {"batch": batch, "kv_heads": decoder.kv_heads, "layers": decoder.runs[shared].layers}
+        pipelined = decoder.pipelined_group(config.mesh.virtual_stages(shape)) or 0
+        sizes |= {"batch": batch, "kv_heads": decoder.kv_heads, "layers": decoder.layer_groups[pipelined].layers}
         held = holdings(program.partition, sizes)
         sizes["moments"] = sizes["embed"]
         for holding, state in zip(held, holdings(program.moments, {"embed": sizes["embed"]}), strict=True):
@@ -91,8 +91,8 @@ class MeshPlan:
             sizes["computed"] = sizes["layers"]
             for holding in held:
                 holding.parts["computed"] = _computed(holding.parts["layers"], sizes["layers"], rounds)
-        if len(decoder.runs) > 1:
-            _count_whole(sizes, held, starts(decoder.runs)[shared], len(decoder.layers))
+        if len(decoder.layer_groups) > 1:
+            _count_whole(sizes, held, starts(decoder.layer_groups)[pipelined], len(decoder.layers))
         state = program.abstract_state
         slices = {device.id: number for number, members in enumerate(platforms.by_slice(devices)) for device in members}
         return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state), slices)
@@ -150,18 +150,20 @@ class MeshPlan:
 
 
 def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
-    """The layers that a stage computes: in each round a share of a group of consecutive layers.
+    """The layers that a stage computes: in each round those of one virtual stage.
 
     Args:
         kept: the layers whose parameters it keeps.
     """
-    groups = range(0, layers, layers // rounds)
-    return merged(range(first + span.start // rounds, first + span.stop // rounds) for first in groups for span in kept)
+    rounds_start = range(0, layers, layers // rounds)
+    return merged(
+        range(first + span.start // rounds, first + span.stop // rounds) for first in rounds_start for span in kept
+    )
 
 
 def _count_whole(sizes: dict[str, int], held: list[Holding], first: int, layers: int) -> None:
-    """Number the layers from the start of the model. Before, the pipelined run, whose first layer is `first` in the
-    model, had the number 0. Every device has the layers before and after this run."""
+    """Number the layers from the start of the model. Before, the pipelined group, whose first layer is `first` in the
+    model, had the number 0. Every device has the layers before and after this group."""
     stop = first + sizes["layers"]
     for holding in held:
         for name in holding.parts.keys() & {"layers", "computed"}:

@@ -124,7 +124,7 @@ def write_step_table(program: TrainProgram) -> None:
     path = Path(settings.model_dir, run_folder.PROFILE, OP_TABLE)
     path.parent.mkdir(parents=True, exist_ok=True)
     accelerator = accelerators.of_device(mesh.devices.flat[0].device_kind)
-    trips = program.model.decoder.loop_trips(config.mesh.stages(dict(mesh.shape)))
+    trips = program.model.decoder.loop_trips(config.mesh.virtual_stages(dict(mesh.shape)))
     write_op_table(path, compiled.as_text() or "", accelerator, {LAYER_LOOP: trips})
     run_folder.publish_profile(settings.root, settings.model_dir)
     log.info("operations of the training step written to %s", path)
