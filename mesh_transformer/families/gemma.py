@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.hf_keys import Hf, Only
-from mesh_transformer.families.llama import LlamaLike
+from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.fields import Switch
-from mesh_transformer.spec import Activation, AttentionSpec, Decoder, NormSpec
+from mesh_transformer.spec import Activation, Decoder, NormSpec
 
 
-class GemmaLike(LlamaLike):
+class GemmaLike(BiasedAttention):
     """Llama with scaled and tied embeddings, norms whose scale is 1 + w, and a tanh gelu."""
 
     ACTIVATION: ClassVar[Activation] = "gelu_tanh"
@@ -20,16 +20,10 @@ class GemmaLike(LlamaLike):
 
     tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = True
     """the head uses the token embeddings as its weights"""
-    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
-    """biases on q, k, v and the output of the attention"""
 
     def norm(self) -> NormSpec:
         """See `LlamaLike`."""
         return replace(super().norm(), plus_one=True)
-
-    def attention(self) -> AttentionSpec:
-        """See `LlamaLike`."""
-        return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""

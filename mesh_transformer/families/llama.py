@@ -188,17 +188,22 @@ def fused_rows(sizes: Mapping[str, int], theirs: str) -> list[Tensor]:
     ]
 
 
-class BiasedLlama(LlamaLike):
-    """Llama that may have biases."""
+class BiasedAttention(LlamaLike):
+    """The attention may have biases. A family with two bases names this one first: its field follows the other's."""
 
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
-    ff_bias: Annotated[Switch, Hf("mlp_bias")] = False
-    """biases on the matrices of the feed-forward layer"""
 
     def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
+
+
+class BiasedLlama(BiasedAttention):
+    """Llama that may have biases."""
+
+    ff_bias: Annotated[Switch, Hf("mlp_bias")] = False
+    """biases on the matrices of the feed-forward layer"""
 
     def ff(self) -> Dense:
         """See `LlamaLike`."""

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.hf_keys import Hf
-from mesh_transformer.families.llama import LlamaLike
-from mesh_transformer.fields import Positive, Switch
+from mesh_transformer.families.llama import BiasedAttention
+from mesh_transformer.fields import Positive
 from mesh_transformer.spec import AttentionMixer, AttentionSpec, Layer, Mechanism, post
 
 
-class Olmo2Like(LlamaLike):
+class Olmo2Like(BiasedAttention):
     """Llama with a norm after each sublayer instead of before it, and norms of q and k over all heads."""
 
     HF_END_OF_TEXT: ClassVar = 50279
@@ -24,13 +24,10 @@ class Olmo2Like(LlamaLike):
 
     norm_eps: Annotated[Positive, Hf("rms_norm_eps")] = 1e-5
     """epsilon that each norm adds to the mean square"""
-    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
-    """biases on q, k, v and the output of the attention"""
 
     def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
-        bias = self.attention_bias
-        return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm(), qk_norm_whole=True)
+        return replace(super().attention(), qk_norm=self.norm(), qk_norm_whole=True)
 
     def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""

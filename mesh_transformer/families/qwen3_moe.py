@@ -1,15 +1,15 @@
 """Qwen3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen3-30B-A3B, Qwen3-235B-A22B."""
 
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.hf_keys import Only
+from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.families.qwen2_moe import QwenExperts
-from mesh_transformer.fields import Switch
 from mesh_transformer.spec import AttentionSpec
 
 
-class Qwen3MoeConfig(QwenExperts):
+class Qwen3MoeConfig(BiasedAttention, QwenExperts):
     """Qwen3-MoE: Llama with a norm of each head of q and k, and experts."""
 
     HF_MODEL_TYPE: ClassVar = "qwen3_moe"
@@ -28,10 +28,7 @@ class Qwen3MoeConfig(QwenExperts):
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
     """model family: a file in mesh_transformer/families"""
-    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
-    """biases on q, k, v and the output of the attention"""
 
     def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
-        bias = self.attention_bias
-        return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm())
+        return replace(super().attention(), qk_norm=self.norm())
