@@ -50,6 +50,8 @@ class ModelConfig(HfKeys):
     """`model_type` of a config.json that has this model as `text_config`, beside a vision tower."""
     HF_ARCHITECTURE: ClassVar[str]
     """The class in transformers."""
+    HF_D_HEAD_FIXED: ClassVar = False
+    """Whether that class has no other d_head than d_model / n_heads."""
     HF_PREFIX: ClassVar[str]
     """The first part of the names of all tensors but the head's."""
     HF_BUFFERS: ClassVar[str]
@@ -118,18 +120,17 @@ class ModelConfig(HfKeys):
 
     def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
-        if self.HF_MODEL_TYPE is None:
-            self.refuse_hf([f"transformers has no model of model.family {self.family}"], "native", any_d_head=True)
+        absent = [f"transformers has no model of model.family {self.family}"] if self.HF_MODEL_TYPE is None else []
+        self.refuse_hf(absent, "native")
         return super().to_hf()
 
-    def refuse_hf(self, reasons: list[str], instead: str, *, any_d_head: bool = False) -> None:
-        """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads, unless it
-        has `any_d_head`.
+    def refuse_hf(self, reasons: list[str], instead: str) -> None:
+        """Refuse the Hugging Face format for these reasons, or for a d_head that it cannot hold.
 
         Raises:
             UserError: there is a reason; `instead` names the formats that can hold the model.
         """
-        if self.n_heads * self.d_head != self.d_model and not any_d_head:
+        if self.HF_D_HEAD_FIXED and self.n_heads * self.d_head != self.d_model:
             width = f"model.n_heads {self.n_heads} x model.d_head {self.d_head} is not model.d_model {self.d_model}"
             reasons = [*reasons, f"{width}, which {self.HF_ARCHITECTURE} requires"]
         if reasons:

@@ -198,7 +198,7 @@ class DeepSeekV2Config(DeepSeekLike):
         """See `ModelConfig`."""
         if self.router_normalize:
             reason = f"{self.HF_ARCHITECTURE} computes it without model.router_normalize"
-            self.refuse_hf([reason], "native", any_d_head=True)
+            self.refuse_hf([reason], "native")
         return {**super().to_hf(), "topk_method": _METHODS[self.router_groups > 1]}
 
 

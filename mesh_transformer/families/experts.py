@@ -186,7 +186,7 @@ class GroupedExperts(SomeDense):
             reasons.append(
                 f"model.shared_d_ff {self.shared_d_ff} is not a multiple of model.expert_d_ff {self.expert_d_ff}"
             )
-        self.refuse_hf(reasons, "native", any_d_head=True)
+        self.refuse_hf(reasons, "native")
         return {
             **super().to_hf(),
             "first_k_dense_replace": len(self.dense_layers),

@@ -25,6 +25,7 @@ class Gpt2Like(ModelConfig):
     """Learned positions, layer norms, biases, and a tied head."""
 
     HF_PREFIX: ClassVar = "transformer."
+    HF_D_HEAD_FIXED: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 50256
 
     norm_eps: Annotated[Positive, Hf("layer_norm_epsilon")] = 1e-5
@@ -60,11 +61,6 @@ class Gpt2Like(ModelConfig):
             learned_positions=True,
             tied=self.tied_head,
         )
-
-    def to_hf(self) -> JsonObject:
-        """See `HfKeys`."""
-        self.refuse_hf([], instead="native")
-        return super().to_hf()
 
     def rows(self, attention: Iterable[Tensor], view: str | None) -> list[Tensor]:
         """The rows of `hf_tensors`.

@@ -29,6 +29,7 @@ class GptNeoXConfig(ModelConfig):
     HF_ARCHITECTURE: ClassVar = "GPTNeoXForCausalLM"
     HF_BUFFERS: ClassVar = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     HF_PREFIX: ClassVar = "gpt_neox."
+    HF_D_HEAD_FIXED: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 0
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 44,
@@ -110,7 +111,6 @@ class GptNeoXConfig(ModelConfig):
 
     def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
-        self.refuse_hf([], instead="native")
         part = part_of_head(self.rotary_dims, self.d_head)
         return {
             **super().to_hf(),

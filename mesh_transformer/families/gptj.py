@@ -42,6 +42,7 @@ class GptJConfig(ModelConfig):
     # in files before 2023
     HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
     HF_PREFIX: ClassVar = "transformer."
+    HF_D_HEAD_FIXED: ClassVar = True
     # the end token of GPT-2's tokenizer
     HF_END_OF_TEXT: ClassVar = 50256
     HF_DEFAULTS: ClassVar = {"n_layer": 28, "n_embd": 4096, "n_head": 16, "vocab_size": 50400, "rotary_dim": 64}

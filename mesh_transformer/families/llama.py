@@ -118,7 +118,7 @@ class LlamaLike(RotaryConfig):
         """See `HfKeys`."""
         if self.HF_HEADS_DIVIDE_WIDTH and self.d_model % self.n_heads:
             reason = f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"
-            self.refuse_hf([reason], "native", any_d_head=True)
+            self.refuse_hf([reason], "native")
         return super().to_hf()
 
     def norms_to_hf(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.experts import WithExperts
-from mesh_transformer.families.hf_keys import Hf, JsonObject
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import AttentionSpec, RouterSpec
 
@@ -14,6 +14,7 @@ class OlmoeConfig(WithExperts):
 
     HF_MODEL_TYPE: ClassVar = "olmoe"
     HF_ARCHITECTURE: ClassVar = "OlmoeForCausalLM"
+    HF_D_HEAD_FIXED: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 50279
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 16,
@@ -50,8 +51,3 @@ class OlmoeConfig(WithExperts):
             qk_norm_whole=True,
             clip=self.clip_qkv,
         )
-
-    def to_hf(self) -> JsonObject:
-        """See `HfKeys`."""
-        self.refuse_hf([], instead="native")
-        return super().to_hf()
