@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal
 from mesh_transformer.families.base import HF_ACTIVATIONS, ActivationName
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
 from mesh_transformer.fields import MOST_LAYERS
-from mesh_transformer.spec import TRANSPOSED, Alibi, AttentionSpec, Decoder, NormSpec, Tensor
+from mesh_transformer.spec import Alibi, AttentionSpec, Decoder, NormSpec, Tensor
 
 
 class BloomConfig(Gpt2Like):
@@ -61,29 +62,19 @@ class BloomConfig(Gpt2Like):
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`. The fused matrix has the rows of the first head, then of the second, and so on."""
-        block, head = "transformer.h.{}.", "lm_head.weight"
-        copy = head if self.tied_head else None
-        rows = [Tensor("embed/tokens/w", "transformer.word_embeddings.weight", vocab_axis=0, copy=copy)]
-        norms = {
-            "embed/norm": "transformer.word_embeddings_layernorm",
-            "blocks/norm": f"{block}input_layernorm",
-            "blocks/ff_norm": f"{block}post_attention_layernorm",
-            "head/norm": "transformer.ln_f",
-        }
-        for ours, theirs in norms.items():
-            rows += [Tensor(f"{ours}/scale", f"{theirs}.weight"), Tensor(f"{ours}/offset", f"{theirs}.bias")]
+        block = "transformer.h.{}."
+        rows = [
+            *norm_rows("embed/norm", "transformer.word_embeddings_layernorm"),
+            *norm_rows("blocks/norm", f"{block}input_layernorm"),
+            *norm_rows("blocks/ff_norm", f"{block}post_attention_layernorm"),
+            *norm_rows("head/norm", "transformer.ln_f"),
+        ]
         fused, sizes = f"{block}self_attention.query_key_value", {"part": 3, "h": self.n_heads}
         for part, name in enumerate("qkv"):
             ours = f"blocks/attention/{name}"
             rows.append(Tensor(f"{ours}/w", f"{fused}.weight", "(h part k) d -> part d (h k)", part, sizes))
             rows.append(Tensor(f"{ours}/b", f"{fused}.bias", "(h part k) -> part (h k)", part, sizes))
-        # by matrix: theirs, and the module of our bias
-        matrices = {
-            "attention/o": ("self_attention.dense", "attention_out"),
-            "ff/in": ("mlp.dense_h_to_4h", "ff/in"),
-            "ff/out": ("mlp.dense_4h_to_h", "ff_out"),
-        }
-        for ours, (theirs, bias) in matrices.items():
-            rows.append(Tensor(f"blocks/{ours}/w", f"{block}{theirs}.weight", TRANSPOSED))
-            rows.append(Tensor(f"blocks/{bias}/b", f"{block}{theirs}.bias"))
-        return rows if self.tied_head else [*rows, Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1)]
+        rows += matrix_rows("attention/o", f"{block}self_attention.dense")
+        rows += matrix_rows("ff/in", f"{block}mlp.dense_h_to_4h")
+        rows += matrix_rows("ff/out", f"{block}mlp.dense_4h_to_h")
+        return model_rows("transformer.word_embeddings.weight", rows, "lm_head.weight", tied=self.tied_head)

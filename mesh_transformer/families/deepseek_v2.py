@@ -9,6 +9,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import GroupedExperts
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.rotary import yarn_factor
+from mesh_transformer.families.rows import bias_of
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 from mesh_transformer.spec import TRANSPOSED, LatentAttentionSpec, NormSpec, Rotary, Tensor
 
@@ -144,10 +145,7 @@ class DeepSeekLike(GroupedExperts):
             Tensor(f"{ours}/kv_b/w", f"{theirs}.kv_b_proj.weight", "(h k) r -> h r k", sizes={"h": self.n_heads})
         )
         biased = [name for name in ("q_a", "kv_a", "o") if self.attention_bias and name in matrices]
-        for name in biased:
-            bias = "blocks/attention_out" if name == "o" else f"{ours}/{name}"
-            rows.append(Tensor(f"{bias}/b", f"{theirs}.{matrices[name]}.bias"))
-        return rows
+        return rows + [Tensor(bias_of(f"attention/{name}"), f"{theirs}.{matrices[name]}.bias") for name in biased]
 
 
 class DeepSeekV2Config(DeepSeekLike):

@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
+from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Decoder, Dense, NormSpec, Tensor, sequential
+from mesh_transformer.spec import AttentionSpec, Decoder, Dense, NormSpec, Tensor, sequential
 
 # the keys of the original GPT-2, and newer names
 GPT2_ROWS = {
@@ -69,24 +70,17 @@ class Gpt2Like(ModelConfig):
             attention: the rows of the attention.
             view: the `view` of the feed-forward matrices.
         """
-        block, head = "transformer.h.{}.", "lm_head.weight"
-        copy = head if self.tied_head else None
+        block = "transformer.h.{}."
         rows = [
-            Tensor("embed/tokens/w", "transformer.wte.weight", vocab_axis=0, copy=copy),
             Tensor("embed/positions/w", "transformer.wpe.weight"),
-            Tensor("blocks/norm/scale", block + "ln_1.weight"),
-            Tensor("blocks/norm/offset", block + "ln_1.bias"),
+            *norm_rows("blocks/norm", f"{block}ln_1"),
             *attention,
-            Tensor("blocks/ff_norm/scale", block + "ln_2.weight"),
-            Tensor("blocks/ff_norm/offset", block + "ln_2.bias"),
-            Tensor("blocks/ff/in/w", block + "mlp.c_fc.weight", view),
-            Tensor("blocks/ff/in/b", block + "mlp.c_fc.bias"),
-            Tensor("blocks/ff/out/w", block + "mlp.c_proj.weight", view),
-            Tensor("blocks/ff_out/b", block + "mlp.c_proj.bias"),
-            Tensor("head/norm/scale", "transformer.ln_f.weight"),
-            Tensor("head/norm/offset", "transformer.ln_f.bias"),
+            *norm_rows("blocks/ff_norm", f"{block}ln_2"),
+            *matrix_rows("ff/in", f"{block}mlp.c_fc", view=view),
+            *matrix_rows("ff/out", f"{block}mlp.c_proj", view=view),
+            *norm_rows("head/norm", "transformer.ln_f"),
         ]
-        return rows if self.tied_head else [*rows, Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1)]
+        return model_rows("transformer.wte.weight", rows, "lm_head.weight", tied=self.tied_head)
 
 
 class Gpt2Config(Gpt2Like):
@@ -118,6 +112,5 @@ class Gpt2Config(Gpt2Like):
                 Tensor(f"blocks/attention/{name}/b", f"{fused}.bias", "(part f) -> part f", part, sizes),
             )
         ]
-        attention.append(Tensor("blocks/attention/o/w", "transformer.h.{}.attn.c_proj.weight"))
-        attention.append(Tensor("blocks/attention_out/b", "transformer.h.{}.attn.c_proj.bias"))
-        return self.rows(attention, None)
+        output = matrix_rows("attention/o", "transformer.h.{}.attn.c_proj", view=None)
+        return self.rows([*attention, *output], None)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
+from mesh_transformer.families.rows import matrix_rows
 from mesh_transformer.fields import MOST_LAYERS, Tokens
 from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Tensor
 
@@ -69,9 +70,7 @@ class GptNeoConfig(Gpt2Like):
         """See `ModelConfig`."""
         block = "transformer.h.{}.attn.attention."
         attention = [Tensor(f"blocks/attention/{name}/w", f"{block}{name}_proj.weight", TRANSPOSED) for name in "qkv"]
-        attention.append(Tensor("blocks/attention/o/w", f"{block}out_proj.weight", TRANSPOSED))
-        attention.append(Tensor("blocks/attention_out/b", f"{block}out_proj.bias"))
-        return self.rows(attention, TRANSPOSED)
+        return self.rows([*attention, *matrix_rows("attention/o", f"{block}out_proj")], TRANSPOSED)
 
 
 def _kinds(way: str, layers: int) -> list[str]:

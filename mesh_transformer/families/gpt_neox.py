@@ -8,18 +8,9 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.rotary import part_of_head
+from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
 from mesh_transformer.fields import Derived, Dims, Positive, Switch
-from mesh_transformer.spec import (
-    TRANSPOSED,
-    AttentionSpec,
-    Decoder,
-    Dense,
-    NormSpec,
-    Rotary,
-    Tensor,
-    parallel_norms,
-    sequential,
-)
+from mesh_transformer.spec import AttentionSpec, Decoder, Dense, NormSpec, Rotary, Tensor, parallel_norms, sequential
 
 
 class GptNeoXConfig(ModelConfig):
@@ -127,39 +118,24 @@ class GptNeoXConfig(ModelConfig):
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`. transformers keeps q, k and v in one matrix: the rows of the first head, of the second,
         ..."""
-        block, head = "gpt_neox.layers.{}.", "embed_out.weight"
-        fused, sizes = block + "attention.query_key_value", {"h": self.n_heads, "part": 3}
-        attention = [
-            Tensor(f"blocks/attention/{name}/w", fused + ".weight", "(h part k) d -> part d (h k)", part, sizes)
+        block = "gpt_neox.layers.{}."
+        fused, sizes = f"{block}attention.query_key_value", {"h": self.n_heads, "part": 3}
+        weights = [
+            Tensor(f"blocks/attention/{name}/w", f"{fused}.weight", "(h part k) d -> part d (h k)", part, sizes)
             for part, name in enumerate("qkv")
         ]
-        if self.attention_bias:
-            attention += [
-                Tensor(f"blocks/attention/{name}/b", fused + ".bias", "(h part k) -> part (h k)", part, sizes)
-                for part, name in enumerate("qkv")
-            ]
-        attention.append(Tensor("blocks/attention/o/w", block + "attention.dense.weight", TRANSPOSED))
-        if self.attention_bias:
-            attention.append(Tensor("blocks/attention_out/b", block + "attention.dense.bias"))
-        rows = [
-            Tensor(
-                "embed/tokens/w",
-                "gpt_neox.embed_in.weight",
-                vocab_axis=0,
-                copy=head if self.tied_head else None,
-            ),
-            Tensor("blocks/norm/scale", block + "input_layernorm.weight"),
-            Tensor("blocks/norm/offset", block + "input_layernorm.bias"),
-            *attention,
-            Tensor("blocks/ff_norm/scale", block + "post_attention_layernorm.weight"),
-            Tensor("blocks/ff_norm/offset", block + "post_attention_layernorm.bias"),
-            Tensor("blocks/ff/in/w", block + "mlp.dense_h_to_4h.weight", TRANSPOSED),
-            Tensor("blocks/ff/in/b", block + "mlp.dense_h_to_4h.bias"),
-            Tensor("blocks/ff/out/w", block + "mlp.dense_4h_to_h.weight", TRANSPOSED),
-            Tensor("blocks/ff_out/b", block + "mlp.dense_4h_to_h.bias"),
-            Tensor("head/norm/scale", "gpt_neox.final_layer_norm.weight"),
-            Tensor("head/norm/offset", "gpt_neox.final_layer_norm.bias"),
+        biases = [
+            Tensor(f"blocks/attention/{name}/b", f"{fused}.bias", "(h part k) -> part (h k)", part, sizes)
+            for part, name in enumerate("qkv")
         ]
-        if not self.tied_head:
-            rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
-        return rows
+        rows = [
+            *norm_rows("blocks/norm", f"{block}input_layernorm"),
+            *weights,
+            *(biases if self.attention_bias else ()),
+            *matrix_rows("attention/o", f"{block}attention.dense", bias=self.attention_bias),
+            *norm_rows("blocks/ff_norm", f"{block}post_attention_layernorm"),
+            *matrix_rows("ff/in", f"{block}mlp.dense_h_to_4h"),
+            *matrix_rows("ff/out", f"{block}mlp.dense_4h_to_h"),
+            *norm_rows("head/norm", "gpt_neox.final_layer_norm"),
+        ]
+        return model_rows("gpt_neox.embed_in.weight", rows, "embed_out.weight", tied=self.tied_head)

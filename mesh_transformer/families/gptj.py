@@ -8,6 +8,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.gpt2 import GPT2_DROPOUTS, GPT2_ROWS
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
+from mesh_transformer.families.rows import matrix_rows, norm_rows
 from mesh_transformer.fields import Derived, Dims
 from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Decoder, Dense, NormSpec, Rotary, Split, Tensor, parallel
 
@@ -126,18 +127,12 @@ class GptJConfig(ModelConfig):
         table, block = "transformer.wte.weight", "transformer.h.{}."
         return [
             Tensor("embed/tokens/w", table, vocab_axis=0, bias="embed/tokens/b"),
-            Tensor("blocks/norm/scale", block + "ln_1.weight"),
-            Tensor("blocks/norm/offset", block + "ln_1.bias"),
-            Tensor("blocks/attention/q/w", block + "attn.q_proj.weight", TRANSPOSED),
-            Tensor("blocks/attention/k/w", block + "attn.k_proj.weight", TRANSPOSED),
-            Tensor("blocks/attention/v/w", block + "attn.v_proj.weight", TRANSPOSED),
-            Tensor("blocks/attention/o/w", block + "attn.out_proj.weight", TRANSPOSED),
-            Tensor("blocks/ff/in/w", block + "mlp.fc_in.weight", TRANSPOSED),
-            Tensor("blocks/ff/in/b", block + "mlp.fc_in.bias"),
-            Tensor("blocks/ff/out/w", block + "mlp.fc_out.weight", TRANSPOSED),
-            Tensor("blocks/ff_out/b", block + "mlp.fc_out.bias"),
-            Tensor("head/norm/scale", "transformer.ln_f.weight"),
-            Tensor("head/norm/offset", "transformer.ln_f.bias"),
+            *norm_rows("blocks/norm", f"{block}ln_1"),
+            *(Tensor(f"blocks/attention/{name}/w", f"{block}attn.{name}_proj.weight", TRANSPOSED) for name in "qkv"),
+            Tensor("blocks/attention/o/w", f"{block}attn.out_proj.weight", TRANSPOSED),
+            *matrix_rows("ff/in", f"{block}mlp.fc_in"),
+            *matrix_rows("ff/out", f"{block}mlp.fc_out"),
+            *norm_rows("head/norm", "transformer.ln_f"),
             Tensor("head/logits/w", "lm_head.weight", TRANSPOSED, vocab_axis=1, tied=table),
             Tensor("head/logits/b", "lm_head.bias", vocab_axis=0),
         ]

@@ -11,6 +11,7 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.families.rotary import RotaryConfig
+from mesh_transformer.families.rows import bias_of, matrix_rows, model_rows, norm_rows
 from mesh_transformer.fields import MOST_LAYERS, Derived, Heads, Positive, Switch
 from mesh_transformer.spec import (
     TRANSPOSED,
@@ -127,33 +128,20 @@ class LlamaLike(RotaryConfig):
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`."""
-        head, block = "lm_head.weight", "model.layers.{}."
-        embed = Tensor(
-            "embed/tokens/w", "model.embed_tokens.weight", vocab_axis=0, copy=head if self.tied_head else None
-        )
-        rows = [embed]
+        block, offset, rows = "model.layers.{}.", self.norm().offset, list[Tensor]()
         for ours, theirs in self.norms_to_hf().items():
-            rows += self.norm_rows(f"blocks/{ours}", f"{block}{theirs}")
+            rows += norm_rows(f"blocks/{ours}", f"{block}{theirs}", offset=offset)
         rows += self.attention_tensors(block)
         rows += self.ff_tensors(block)
-        rows += self.norm_rows("head/norm", "model.norm")
-        if not self.tied_head:
-            rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
-        return rows
-
-    def norm_rows(self, ours: str, theirs: str) -> list[Tensor]:
-        """The rows of a norm, given the beginning of their names."""
-        offset = [Tensor(f"{ours}/offset", f"{theirs}.bias")] if self.norm().offset else []
-        return [Tensor(f"{ours}/scale", f"{theirs}.weight"), *offset]
+        rows += norm_rows("head/norm", "model.norm", offset=offset)
+        return model_rows("model.embed_tokens.weight", rows, "lm_head.weight", tied=self.tied_head)
 
     def attention_tensors(self, block: str) -> list[Tensor]:
         """The rows of the attention; `block` begins their names."""
-        attention, rows = self.attention(), []
+        attention, rows = self.attention(), list[Tensor]()
         for name in "qkvo":
-            rows.append(Tensor(f"blocks/attention/{name}/w", f"{block}self_attn.{name}_proj.weight", TRANSPOSED))
-            bias = "attention_out" if name == "o" else f"attention/{name}"
-            if attention.out_bias if name == "o" else attention.bias:
-                rows.append(Tensor(f"blocks/{bias}/b", f"{block}self_attn.{name}_proj.bias"))
+            bias = attention.out_bias if name == "o" else attention.bias
+            rows += matrix_rows(f"attention/{name}", f"{block}self_attn.{name}_proj", bias=bias)
         if attention.qk_norm:
             rows += [
                 Tensor(f"blocks/attention/{name}_norm/scale", f"{block}self_attn.{name}_norm.weight") for name in "qk"
@@ -169,8 +157,7 @@ class LlamaLike(RotaryConfig):
             return [*gate, Tensor("blocks/ff/out/w", f"{block}mlp.down_proj.weight", TRANSPOSED)]
         rows = gated_rows("ff", f"{block}mlp")
         for ours, theirs in GATED.items() if self.ff().bias else ():
-            bias = "ff_out" if ours == "out" else f"ff/{ours}"
-            rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
+            rows.append(Tensor(bias_of(f"ff/{ours}"), f"{block}mlp.{theirs}.bias"))
         return rows
 
 

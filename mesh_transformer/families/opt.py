@@ -7,8 +7,9 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import HF_ACTIVATIONS, ActivationName
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
 from mesh_transformer.fields import MOST_LAYERS
-from mesh_transformer.spec import TRANSPOSED, Decoder, Tensor
+from mesh_transformer.spec import Decoder, Tensor
 
 _EPS = 1e-5
 _UNUSED_POSITIONS = 2
@@ -71,26 +72,16 @@ class OptConfig(Gpt2Like):
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`."""
-        decoder, block, head = "model.decoder.", "model.decoder.layers.{}.", "lm_head.weight"
-        copy = head if self.tied_head else None
+        decoder, block = "model.decoder.", "model.decoder.layers.{}."
         rows = [
-            Tensor("embed/tokens/w", f"{decoder}embed_tokens.weight", vocab_axis=0, copy=copy),
             Tensor("embed/positions/w", f"{decoder}embed_positions.weight"),
+            *norm_rows("blocks/norm", f"{block}self_attn_layer_norm"),
+            *norm_rows("blocks/ff_norm", f"{block}final_layer_norm"),
+            *norm_rows("head/norm", f"{decoder}final_layer_norm"),
         ]
-        norms = {
-            "blocks/norm": f"{block}self_attn_layer_norm",
-            "blocks/ff_norm": f"{block}final_layer_norm",
-            "head/norm": f"{decoder}final_layer_norm",
-        }
-        for ours, theirs in norms.items():
-            rows += [Tensor(f"{ours}/scale", f"{theirs}.weight"), Tensor(f"{ours}/offset", f"{theirs}.bias")]
-        # by matrix: theirs, and the module of our bias
-        matrices = {f"attention/{name}": (f"self_attn.{name}_proj", f"attention/{name}") for name in "qkv"} | {
-            "attention/o": ("self_attn.out_proj", "attention_out"),
-            "ff/in": ("fc1", "ff/in"),
-            "ff/out": ("fc2", "ff_out"),
-        }
-        for ours, (theirs, bias) in matrices.items():
-            rows.append(Tensor(f"blocks/{ours}/w", f"{block}{theirs}.weight", TRANSPOSED))
-            rows.append(Tensor(f"blocks/{bias}/b", f"{block}{theirs}.bias"))
-        return rows if self.tied_head else [*rows, Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1)]
+        for name in "qkv":
+            rows += matrix_rows(f"attention/{name}", f"{block}self_attn.{name}_proj")
+        rows += matrix_rows("attention/o", f"{block}self_attn.out_proj")
+        rows += matrix_rows("ff/in", f"{block}fc1")
+        rows += matrix_rows("ff/out", f"{block}fc2")
+        return model_rows(f"{decoder}embed_tokens.weight", rows, "lm_head.weight", tied=self.tied_head)

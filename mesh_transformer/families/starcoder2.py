@@ -6,11 +6,9 @@ from typing import Annotated, ClassVar, Literal
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.mistral import MistralLike
+from mesh_transformer.families.rows import matrix_rows
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import TRANSPOSED, AttentionSpec, Dense, NormSpec, Tensor
-
-# the matrices of the feed-forward layer, ours and theirs
-_MATRICES = {"in": "c_fc", "out": "c_proj"}
+from mesh_transformer.spec import AttentionSpec, Dense, NormSpec, Tensor
 
 
 class Starcoder2Config(MistralLike):
@@ -66,10 +64,5 @@ class Starcoder2Config(MistralLike):
 
     def ff_tensors(self, block: str) -> list[Tensor]:
         """See `LlamaLike`."""
-        rows = []
-        for ours, theirs in _MATRICES.items():
-            rows.append(Tensor(f"blocks/ff/{ours}/w", f"{block}mlp.{theirs}.weight", TRANSPOSED))
-            if self.bias:
-                bias = "ff_out" if ours == "out" else f"ff/{ours}"
-                rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
-        return rows
+        matrices = {"ff/in": f"{block}mlp.c_fc", "ff/out": f"{block}mlp.c_proj"}
+        return [row for ours, theirs in matrices.items() for row in matrix_rows(ours, theirs, bias=self.bias)]
