@@ -1,7 +1,7 @@
 """The base of a family's config: the common fields, and the interface of a family."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -21,7 +21,7 @@ from mesh_transformer.fields import (
     marks,
     size,
 )
-from mesh_transformer.spec import Activation, Decoder, Tensor
+from mesh_transformer.spec import Activation, Decoder, Layer, NormSpec, Tensor
 
 # the frequencies of the rotated dims are an array in memory, and a file may give any number
 MOST_ROTARY_DIMS = 1 << 16
@@ -111,6 +111,18 @@ class ModelConfig(HfKeys):
     def decoder(self) -> Decoder:
         """The decoder that the config describes."""
         raise NotImplementedError
+
+    def decoder_of(self, layers: Iterable[Layer], final_norm: NormSpec, *, tied: bool) -> Decoder:
+        """A decoder of these layers, with the sizes of the config."""
+        return Decoder(
+            d_model=self.d_model,
+            n_vocab=self.n_vocab,
+            vocab_multiple=self.vocab_multiple,
+            seq=self.seq,
+            layers=tuple(layers),
+            final_norm=final_norm,
+            tied=tied,
+        )
 
     def architecture(self) -> JsonObject:
         """The fields that define the function of a checkpoint's tensors."""

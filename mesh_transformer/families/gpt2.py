@@ -52,16 +52,7 @@ class Gpt2Like(ModelConfig):
         norm, attention = NormSpec(eps=self.norm_eps), self.attention()
         ff = Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation])
         layer = functools.cache(lambda window: sequential(norm, replace(attention, window=window), ff))
-        return Decoder(
-            d_model=self.d_model,
-            n_vocab=self.n_vocab,
-            vocab_multiple=self.vocab_multiple,
-            seq=self.seq,
-            layers=tuple(layer(window) for window in self.windows()),
-            final_norm=norm,
-            learned_positions=True,
-            tied=self.tied_head,
-        )
+        return replace(self.decoder_of(map(layer, self.windows()), norm, tied=self.tied_head), learned_positions=True)
 
     def rows(self, attention: Iterable[Tensor], view: str | None) -> list[Tensor]:
         """The rows of `hf_tensors`.

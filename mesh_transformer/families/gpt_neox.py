@@ -68,15 +68,7 @@ class GptNeoXConfig(ModelConfig):
         )
         around = parallel_norms if self.parallel_residual else sequential
         layer = around(norm, attention, Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation]))
-        return Decoder(
-            d_model=self.d_model,
-            n_vocab=self.n_vocab,
-            vocab_multiple=self.vocab_multiple,
-            seq=self.seq,
-            layers=(layer,) * self.layers,
-            final_norm=norm,
-            tied=self.tied_head,
-        )
+        return self.decoder_of([layer] * self.layers, norm, tied=self.tied_head)
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:

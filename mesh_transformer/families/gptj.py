@@ -1,5 +1,6 @@
 """GPT-J (Wang and Komatsuzaki 2021), with the original's options for position encoding and norm."""
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
@@ -98,13 +99,8 @@ class GptJConfig(ModelConfig):
             positions=rotary if self.pe == "rotary" else None,
         )
         layer = parallel(NORMS[self.norm], attention, Dense(d_ff=self.d_ff, activation="gelu_tanh"))
-        return Decoder(
-            d_model=self.d_model,
-            n_vocab=self.n_vocab,
-            vocab_multiple=self.vocab_multiple,
-            seq=self.seq,
-            layers=(layer,) * self.layers,
-            final_norm=NORMS[self.norm],
+        return replace(
+            self.decoder_of([layer] * self.layers, NORMS[self.norm], tied=False),
             embed_bias=True,
             learned_positions=self.pe == "fixed",
             relative_bias=self.pe == "t5",

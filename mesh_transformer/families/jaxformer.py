@@ -77,12 +77,4 @@ class JaxformerConfig(ExpertCounts):
         )
         block = (self.block_layers - 1) * [sequential(norm, attention, ff)]
         block.append(sequential(norm, replace(attention, positions=None), experts))
-        return Decoder(
-            d_model=self.d_model,
-            n_vocab=self.n_vocab,
-            vocab_multiple=self.vocab_multiple,
-            seq=self.seq,
-            layers=tuple(block * (self.layers // self.block_layers)),
-            final_norm=norm,
-            tied=True,
-        )
+        return self.decoder_of(block * (self.layers // self.block_layers), norm, tied=True)

@@ -105,15 +105,7 @@ class LlamaLike(RotaryConfig):
         layer = functools.cache(
             lambda window, rotary, ff: self.layer(replace(attention, window=window, positions=rotary), ff)
         )
-        return Decoder(
-            d_model=self.d_model,
-            n_vocab=self.n_vocab,
-            vocab_multiple=self.vocab_multiple,
-            seq=self.seq,
-            layers=tuple(layer(*numbers_and_ff) for numbers_and_ff in of_layers),
-            final_norm=self.norm(),
-            tied=self.tied_head,
-        )
+        return self.decoder_of(itertools.starmap(layer, of_layers), self.norm(), tied=self.tied_head)
 
     def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
