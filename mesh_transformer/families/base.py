@@ -1,7 +1,7 @@
 """The base of a family's config: the common fields, and the interface of a family."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -167,6 +167,18 @@ class ModelConfig(HfKeys):
         raise UserError(
             f"the classic format cannot hold model.family {self.family}: use the native or the Hugging Face format"
         )
+
+    def check_layers(self, field: str, numbers: Sequence[int]) -> None:
+        """Refuse a list of layers, the value of `field`, that is not ascending or has a layer too many.
+
+        Raises:
+            UserError: as above.
+        """
+        if list(numbers) != sorted(set(numbers)) or (numbers and numbers[-1] >= self.layers):
+            raise UserError(
+                f"model.{field} {list(numbers)} must be ascending and less than model.layers {self.layers}, the first "
+                "layer being 0"
+            )
 
     def check_rotary(self, field: str, dims: int, *, odd: bool = False) -> None:
         """Refuse a number of rotary dims, the value of `field`, that does not fit a head.

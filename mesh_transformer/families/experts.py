@@ -88,13 +88,8 @@ class SomeDense(WithExperts):
 
     @model_validator(mode="after")
     def _check_dense_layers(self) -> Self:
-        dense = self.dense_layers
-        if list(dense) != sorted(set(dense)) or (dense and dense[-1] >= self.layers):
-            raise UserError(
-                f"model.dense_layers {list(dense)} must be ascending and less than model.layers {self.layers}, the "
-                "first layer being 0"
-            )
-        if len(dense) == self.layers:
+        self.check_layers("dense_layers", self.dense_layers)
+        if len(self.dense_layers) == self.layers:
             raise UserError(
                 f"model.dense_layers names all {self.layers} layers, and no layer has experts: shorten it, or use a "
                 "model.family without experts"

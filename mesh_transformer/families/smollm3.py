@@ -54,12 +54,7 @@ class SmolLM3Config(BiasedLlama):
 
     @model_validator(mode="after")
     def _check_no_rotary_layers(self) -> Self:
-        layers = list(self.no_rotary_layers or ())
-        if layers != sorted(set(layers)) or (layers and layers[-1] >= self.layers):
-            raise UserError(
-                f"model.no_rotary_layers {layers} must be ascending and less than model.layers {self.layers}, the "
-                "first layer being 0"
-            )
+        self.check_layers("no_rotary_layers", self.no_rotary_layers or ())
         return self
 
     def not_rotated(self) -> list[int]:
