@@ -98,13 +98,11 @@ class SomeDense(WithExperts):
 
     def router(self) -> RouterSpec:
         """See `WithExperts`."""
-        return RouterSpec(chosen=self.experts_per_token, normalize=self.router_normalize)
+        return replace(super().router(), normalize=self.router_normalize)
 
     def experts(self) -> ExpertsSpec:
         """See `WithExperts`."""
-        return ExpertsSpec(
-            count=self.n_experts, d_ff=self.expert_d_ff, activation=self.ACTIVATION, router=self.router()
-        )
+        return replace(super().experts(), d_ff=self.expert_d_ff, d_ff_field="expert_d_ff")
 
     def ffs(self) -> list[Dense | ExpertsSpec]:
         """See `LlamaLike`."""
@@ -157,9 +155,7 @@ class GroupedExperts(SomeDense):
 
     def experts(self) -> ExpertsSpec:
         """See `WithExperts`."""
-        shared = Dense(
-            d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
-        )
+        shared = replace(self.ff(), d_ff=self.shared_d_ff, d_ff_field="shared_d_ff")
         return replace(super().experts(), shared=shared)
 
     @classmethod

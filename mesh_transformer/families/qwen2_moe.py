@@ -7,7 +7,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import SomeDense
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims
-from mesh_transformer.spec import AttentionSpec, Dense, ExpertsSpec
+from mesh_transformer.spec import AttentionSpec, ExpertsSpec
 
 
 class QwenExperts(SomeDense):
@@ -75,7 +75,5 @@ class Qwen2MoeConfig(QwenExperts):
 
     def experts(self) -> ExpertsSpec:
         """See `WithExperts`."""
-        shared = Dense(
-            d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
-        )
+        shared = replace(self.ff(), d_ff=self.shared_d_ff, d_ff_field="shared_d_ff")
         return replace(super().experts(), shared=shared, shared_gate=True)
