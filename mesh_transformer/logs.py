@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mesh_transformer import liveness
 from mesh_transformer.errors import UserError
@@ -175,8 +175,8 @@ class Transfer:
             self._progress.update(shown, rate=f"{rate:.0f} MB/s")
 
 
-class Sink(Protocol):
-    """A destination of metrics."""
+class Sink:
+    """A destination of metrics. This base class drops them; a subclass overrides the methods for what it records."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Record the metrics of one step."""
@@ -191,8 +191,9 @@ class Sink(Protocol):
         """Write buffered metrics."""
 
 
-class JsonLines:
-    """Appends one JSON object per step to a file and flushes it at once. A value that is not finite is null."""
+class JsonLines(Sink):
+    """Appends one JSON object per step to a file and flushes it at once. A value that is not finite is null. The file
+    has no pictures and no texts."""
 
     def __init__(self, path: str):
         # `close` closes it
@@ -210,12 +211,6 @@ class JsonLines:
         """Write a record of `step` with these values, which JSON can hold."""
         self._file.write(json.dumps({"step": step, **values}).encode() + b"\n")
         self._file.flush()
-
-    def picture(self, step: int, name: str, path: str) -> None:
-        """The file has no pictures."""
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """The file has no texts."""
 
     def close(self) -> None:
         self._file.close()
@@ -280,7 +275,7 @@ def _record(line: bytes, is_value: Callable[[Any], bool]) -> dict[str, Any] | No
         return None
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """TensorBoard event files, written in the caller's thread: tensorboardX's thread dies if the disk is full, and its
     queue blocks."""
 
@@ -325,7 +320,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Sink):
     """Weights & Biases. WANDB_MODE=offline keeps the run on disk and needs no account."""
 
     def __init__(self, config: "LoggingConfig", whole_config: dict[str, Any], folder: str, run_id: str):

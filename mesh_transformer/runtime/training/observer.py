@@ -1,10 +1,11 @@
 """The interface through which a run reports its progress, for example to the driver of a pod."""
 
-from mesh_transformer.logs import Scalars
+from mesh_transformer.logs import Sink
 
 
-class Observer:
-    """Receives the progress of a run. This base class ignores it; a subclass overrides the methods that it needs.
+class Observer(Sink):
+    """Receives the progress of a run, and is one of its sinks. This base class ignores the progress; a subclass
+    overrides the methods that it needs. A picture lies on the machine of the run.
 
     The thread of the run makes all calls. The time between two calls depends on the phase.
     """
@@ -22,15 +23,3 @@ class Observer:
         Args:
             step: the current step.
         """
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        """The metrics of a step, as in the metrics file. An observer is one of the run's sinks."""
-
-    def picture(self, step: int, name: str, path: str) -> None:
-        """A picture of the run was drawn: a PNG at `path`, on the machine of the run."""
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """A text of the run, such as a sample."""
-
-    def close(self) -> None:
-        """No more metrics follow."""
