@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -205,18 +206,16 @@ def claim_run_folder(root: str, folder: str) -> str:
 
 def publish(root: str, folder: str) -> None:
     """Copy the metrics and the plots to the bucket, if the run is in a bucket."""
-    if not files.is_remote(root):
-        return
-    for name in _PUBLISHED:
-        if os.path.exists(os.path.join(folder, name)):
-            files.upload(os.path.join(folder, name), files.join(root, name))
+    _publish(root, folder, (Path(folder, name) for name in _PUBLISHED))
 
 
 def publish_profile(root: str, folder: str) -> None:
     """Copy the traces in `folder` to the bucket, if the run is in a bucket."""
-    if not files.is_remote(root):
-        return
-    for path in Path(folder, PROFILE).rglob("*"):
+    _publish(root, folder, Path(folder, PROFILE).rglob("*"))
+
+
+def _publish(root: str, folder: str, paths: Iterable[Path]) -> None:
+    for path in paths if files.is_remote(root) else ():
         if path.is_file():
             files.upload(str(path), files.join(root, *path.relative_to(folder).parts))
 
