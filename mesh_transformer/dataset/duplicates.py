@@ -135,7 +135,7 @@ class Kept:
     at: int = 0
 
 
-def slices_of(number: int, path: str, fragment: Fragment, rows: int = GROUP_ROWS) -> Iterator[TableRows]:
+def slices_of(number: int, path: str, fragment: Fragment, rows: int) -> Iterator[TableRows]:
     """The slices of a fragment, in order. A slice has at most the rows of a group."""
     train, size = fragment.train.documents, min(SLICE_ROWS, rows)
     for first in range(0, fragment.documents, size):
@@ -144,12 +144,12 @@ def slices_of(number: int, path: str, fragment: Fragment, rows: int = GROUP_ROWS
         yield TableRows(number, path, fragment.at + first * ROW.itemsize, first, of_train, stop - first - of_train)
 
 
-def groups_of(slices: Sequence[TableRows], rows: int = GROUP_ROWS, count: int = GROUP_SLICES) -> list[list[TableRows]]:
+def groups_of(slices: Sequence[TableRows], rows: int) -> list[list[TableRows]]:
     """Slices in a row whose tables fit in memory together."""
     groups: list[list[TableRows]] = []
     size = 0
     for table_slice in slices:
-        if not groups or size + table_slice.rows > rows or len(groups[-1]) == count:
+        if not groups or size + table_slice.rows > rows or len(groups[-1]) == GROUP_SLICES:
             groups.append([])
             size = 0
         groups[-1].append(table_slice)

@@ -24,9 +24,9 @@ from mesh_transformer.logs import log
 from mesh_transformer.ray_join import first_line
 
 # if no task has ended for this time and for _LONG times the longest task, each open task gets a duplicate
-IDLE_S = 30.0
+_IDLE_S = 30.0
 _LONG = 2.0
-# the limit before the first task has ended, in IDLE_S
+# the limit before the first task has ended, in _IDLE_S
 _FIRST = 4.0
 # a task waits in Ray for each this many cores, so that a core never waits for the driver
 _WAITING = 2
@@ -60,14 +60,13 @@ class OnRay:
     Args:
         address: of a cluster; None: a new cluster.
         workers: tasks at once on the new cluster.
-        idle_s: least time without the end of a task after which open tasks get a duplicate.
 
     Raises:
         UserError: no cluster answers at the address.
     """
 
-    def __init__(self, address: str | None, workers: int = 1, idle_s: float = IDLE_S):
-        self._address, self._workers, self._idle_s = address, workers, idle_s
+    def __init__(self, address: str | None, workers: int = 1):
+        self._address, self._workers = address, workers
         self._joined = False
 
     def __enter__(self) -> "OnRay":
@@ -85,13 +84,13 @@ class OnRay:
         self._join()
         waiting, calls = deque(range(len(tasks))), _Calls(tasks)
         longest = 0.0
-        ended, limit = time.monotonic(), _FIRST * self._idle_s
+        ended, limit = time.monotonic(), _FIRST * _IDLE_S
         while waiting or calls.open:
             while waiting and calls.open < self._most():
                 calls.start(waiting.popleft())
             for number, seconds, result in calls.ended():
                 longest = max(longest, seconds)
-                limit = max(self._idle_s, _LONG * longest)
+                limit = max(_IDLE_S, _LONG * longest)
                 ended = time.monotonic()
                 yield number, result
             if time.monotonic() - ended > limit:
