@@ -18,6 +18,7 @@ import numpy as np
 from mesh_transformer import files
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.spec import Tensor
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
@@ -147,6 +148,14 @@ def slots(source: TensorSource) -> set[str]:
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters by name, without the prefix "params/"."""
     return {path: array.shape for path, array in model.decoder().arrays().items()}
+
+
+def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+    """The shape of the part of the parameter that one foreign tensor holds, without padding."""
+    shape = list(parameter_shapes(model)[row.parameter][row.stack_rank :])
+    if row.vocab_axis is not None:
+        shape[row.vocab_axis] = model.n_vocab
+    return tuple(shape)
 
 
 def prefetch(items: Iterator[T]) -> Iterator[T]:

@@ -14,10 +14,9 @@ from mesh_transformer.checkpoint.hf.source import (
     foreign_shape,
     import_tensor,
     stacked_rows,
-    unpadded_shape,
 )
 from mesh_transformer.checkpoint.hf.writer import config_json
-from mesh_transformer.checkpoint.tensors import parameter_shapes
+from mesh_transformer.checkpoint.tensors import parameter_shapes, unpadded_shape
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox, gptj

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.tensors import parameter_shapes
+from mesh_transformer.checkpoint.tensors import unpadded_shape
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.spec import Split
@@ -213,7 +213,6 @@ def _count(name: str) -> Leaf:
 
 
 def _parameters(config: ModelConfig) -> Iterator[Leaf]:
-    shapes = parameter_shapes(config)
     named = {
         row.foreign.format(layer): (row, layer)
         for row in config.classic_tensors()
@@ -221,8 +220,5 @@ def _parameters(config: ModelConfig) -> Iterator[Leaf]:
     }
     for name in sorted(named, key=lambda name: name.rsplit("/", 1)):
         row, layer = named[name]
-        shape = list(shapes[row.parameter][row.stacked :])
-        if row.vocab_axis is not None:
-            shape[row.vocab_axis] = config.n_vocab
         tensor = None if row.split is Split.UNUSED else f"params/{row.parameter}"
-        yield Leaf(f"params/{PREFIX}{name}", tensor, layer, row.vocab_axis, tuple(shape), row.split)
+        yield Leaf(f"params/{PREFIX}{name}", tensor, layer, row.vocab_axis, unpadded_shape(row, config), row.split)

@@ -25,6 +25,7 @@ from mesh_transformer.checkpoint.tensors import (
     TensorSource,
     UpdateCounts,
     parameter_shapes,
+    unpadded_shape,
 )
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
@@ -247,14 +248,6 @@ def _places(stack: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     for first in range(stack[0]):
         for rest in _places(stack[1:]):
             yield first, *rest
-
-
-def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
-    """The shape of the part of the parameter that one foreign tensor holds, without padding."""
-    shape = list(parameter_shapes(model)[row.parameter][row.stack_rank :])
-    if row.vocab_axis is not None:
-        shape[row.vocab_axis] = model.n_vocab
-    return tuple(shape)
 
 
 def foreign_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
