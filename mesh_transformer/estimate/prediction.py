@@ -125,25 +125,17 @@ def predict_training(
         UserError: the compiler for the target is not installed.
         OSError: the table cannot be written.
     """
-    accumulation = config.optimizer.gradient_accumulation_steps
     try:
-        shape = _shape(config, target)
-        batch = config.microbatch(shape)
+        case = _step_case(config, target, changes, op_table)
     except UserError as error:
         return _impossible(config, target, changes, str(error))
-    announce("train", shape)
+    announce("train", case.shape)
     resolved = overlap.resolve(config, target.n_devices, target.accelerator)
     program = TrainProgram(Placement.of(resolved, target.devices()), resolved)
-    compiled = compile_for(lower_step(program, accumulation, batch), target, folder)
-    parts = {} if compiled.refused else training_parts(program, accumulation, batch, compiled.peak_bytes or 0)
-    tokens = accumulation * batch * config.seq
-    prediction = _prediction(
-        _Case(config, target, list(changes), "train", shape, batch, accumulation, op_table),
-        compiled,
-        parts,
-        tokens,
-        tokens * flops_per_token(program.model.decoder, config.seq),
-    )
+    microbatches = case.accumulation, case.batch
+    compiled = compile_for(lower_step(program, *microbatches), target, folder)
+    parts = {} if compiled.refused else training_parts(program, *microbatches, compiled.peak_bytes or 0)
+    prediction = _prediction(case, compiled, parts, *_step_work(case))
     if config.data.packing == "documents":
         prediction.notes.append(
             _cost_of_documents(prediction, predict_training(_concat(config), target, (), folder, announce))
@@ -162,10 +154,8 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
             f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: "
             f"{INSTALL_LIBTPU}"
         )
-    accumulation = config.optimizer.gradient_accumulation_steps
     try:
-        shape = _shape(config, target)
-        batch = config.microbatch(shape)
+        case = _step_case(config, target, changes)
     except UserError as error:
         return replace(_impossible(config, target, changes, str(error)), estimate=FORMULA)
     accelerator = target.accelerator
@@ -173,15 +163,12 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     needs = closed_form.estimate(resolved, target.n_devices, accelerator)
     fits = needs.gib <= accelerator.usable_gib
     close = abs(needs.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
-    case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
-    tokens = accumulation * batch * config.seq
-    flops = tokens * flops_per_token(config.decoder, config.seq)
     prediction = Prediction(
         **case.fields | {"estimate": FORMULA},
         fits=fits,
         peak_gib=needs.gib,
         memory_gib=_renamed(needs.memory, _MEMORY_OF_THE_FORMULA),
-        **_speed(case, needs.seconds, tokens, flops, FORMULA_TIME),
+        **_speed(case, needs.seconds, *_step_work(case), FORMULA_TIME),
         parts=_renamed(needs.time, _TIME_OF_THE_FORMULA),
         reason=None if fits else _too_large(needs.gib, accelerator.usable_gib),
         notes=[f"only the compiler can say whether this fits: the formula is exact to {FORMULA_MEMORY:.0%}"] * close,
@@ -271,7 +258,8 @@ class _Case:
             "mesh": {axis: self.shape.get(axis, 1) for axis in AXES},
             "microbatch": self.batch,
             "accumulation": self.accumulation,
-            "remat": _remat(self.config),
+            # on a GPU it is the same
+            "remat": platforms.resolve(self.config.compute, "tpu").remat,
             "sequences": self.batch * self.accumulation,
             "usable_gib": self.target.accelerator.usable_gib,
             "set": self.changes,
@@ -279,9 +267,20 @@ class _Case:
         }
 
 
-def _remat(config: Config) -> str:
-    """The policy of recomputation on a TPU or a GPU."""
-    return platforms.resolve(config.compute, "tpu").remat
+def _step_case(config: Config, target: Target, changes: Sequence[str], op_table: OpTable | None = None) -> _Case:
+    """The training step of a config.
+
+    Raises:
+        UserError: the target cannot hold the mesh.
+    """
+    shape, accumulation = _shape(config, target), config.optimizer.gradient_accumulation_steps
+    return _Case(config, target, list(changes), "train", shape, config.microbatch(shape), accumulation, op_table)
+
+
+def _step_work(case: _Case) -> tuple[int, float]:
+    """The tokens of a training step, and its FLOP."""
+    tokens = case.accumulation * case.batch * case.config.seq
+    return tokens, tokens * flops_per_token(case.config.decoder, case.config.seq)
 
 
 def _impossible(config: Config, target: Target, changes: Sequence[str], reason: str) -> Prediction:
