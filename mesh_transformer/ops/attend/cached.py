@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
-from mesh_transformer.ops.attend.storage import Group, Segment, axes_of, capacity, storage, with_copies
+from mesh_transformer.ops.attend.storage import Group, NewEntries, Segment, axes_of, capacity, storage, with_copies
 from mesh_transformer.spec import Axes, CacheEntry
 
 # Positions of the first segment.
@@ -310,7 +310,8 @@ class CacheView:
         if self.length > self.capacity:
             positions_BT = positions_BT % self.capacity
         (group,) = self.cache.groups
-        written = storage().write(group, self.names, layer, self.written_B, positions_BT, new, self.length)
+        entries = NewEntries(self.names, layer, self.written_B, positions_BT, new, self.length)
+        written = storage().write(group, entries)
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=(written,)))
 
     def update(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.attend.cached import CacheView
-from mesh_transformer.ops.attend.storage import Segment, Tiled
+from mesh_transformer.ops.attend.storage import NewEntries, Segment, Tiled
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["before", "positions_B", "groups"], meta_fields=[])
@@ -90,5 +90,6 @@ class DeferredWriteView:
         positions_B1 = self.positions_B[:, None]
         if before.length > before.capacity:
             positions_B1 = positions_B1 % before.capacity
-        written = Tiled().write_layers(group, before.names, 0, before.written_B, positions_B1, new, before.length)
+        entries = NewEntries(before.names, 0, before.written_B, positions_B1, new, before.length)
+        written = Tiled().write_layers(group, entries)
         return dataclasses.replace(before, cache=dataclasses.replace(before.cache, groups=(written,)))

@@ -9,7 +9,7 @@ head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,24 @@ def axes_of(name: str | None) -> Axes:
     return None, None, name, None, None
 
 
+class NewEntries(NamedTuple):
+    """Entries of a layer, and where a group stores them.
+
+    Args:
+        names: of the heads of each entry.
+        slots_B: int32; a slot beyond the last is not written.
+        positions_BT: int32, consecutive, or consecutive modulo the capacity if that is less than `length`.
+        length: positions from here on may be dropped, if the group holds more.
+    """
+
+    names: Sequence[str | None]
+    layer: jax.Array | int
+    slots_B: jax.Array
+    positions_BT: jax.Array
+    arrays: Sequence[jax.Array]
+    length: int
+
+
 class Storage(Protocol):
     """The operations of a platform on the arrays of a group."""
 
@@ -46,24 +64,8 @@ class Storage(Protocol):
     rows: ClassVar[int]
     """The fewest rows of a product. Missing rows are filled with copies, whose results are not used."""
 
-    def write(
-        self,
-        group: Group,
-        names: Sequence[str | None],
-        layer: jax.Array | int,
-        slots_B: jax.Array,
-        positions_BT: jax.Array,
-        new: Sequence[jax.Array],
-        length: int,
-    ) -> Group:
-        """The group with the entries of one layer at these positions, (B, T, J, K) each, stored.
-
-        Args:
-            names: of the heads of each entry.
-            slots_B: int32; a slot beyond the last is not written.
-            positions_BT: int32, consecutive, or consecutive modulo the capacity if that is less than `length`.
-            length: positions from here on may be dropped, if the group holds more.
-        """
+    def write(self, group: Group, new: NewEntries) -> Group:
+        """The group with the entries of one layer, (B, T, J, K) each, stored."""
 
     def read(
         self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
@@ -81,21 +83,13 @@ class Scattered:
     late: ClassVar[bool] = False
     rows: ClassVar[int] = 1
 
-    def write(
-        self,
-        group: Group,
-        names: Sequence[str | None],
-        layer: jax.Array | int,
-        slots_B: jax.Array,
-        positions_BT: jax.Array,
-        new: Sequence[jax.Array],
-        length: int,
-    ) -> Group:
+    def write(self, group: Group, new: NewEntries) -> Group:
         """See `Storage`."""
+        _, layer, slots_B, positions_BT, arrays, length = new
         # XLA for CPU turns a scatter of one element into slices, for which it copies the cache.
         if positions_BT.size == 1:
             slots_B = jnp.concatenate([slots_B, jnp.full_like(slots_B, group[0][0].shape[SLOT])])
-            positions_BT, new = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), (positions_BT, tuple(new)))
+            positions_BT, arrays = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), (positions_BT, tuple(arrays)))
         segments, start = list(group), 0
         for i, segment in enumerate(segments):
             size = segment[0].shape[POSITION]
@@ -105,7 +99,7 @@ class Scattered:
                 at = jnp.where(inside, positions_BT - start, size)
                 where = (layer, slots_B[:, None], slice(None), at)
                 segments[i] = tuple(
-                    old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in zip(segment, new, strict=True)
+                    old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in zip(segment, arrays, strict=True)
                 )
             start += size
         return tuple(segments)
@@ -136,30 +130,13 @@ class Tiled:
     late: ClassVar[bool] = True
     rows: ClassVar[int] = 8
 
-    def write(
-        self,
-        group: Group,
-        names: Sequence[str | None],
-        layer: jax.Array | int,
-        slots_B: jax.Array,
-        positions_BT: jax.Array,
-        new: Sequence[jax.Array],
-        length: int,
-    ) -> Group:
+    def write(self, group: Group, new: NewEntries) -> Group:
         """See `Storage`."""
-        return self.write_layers(group, names, layer, slots_B, positions_BT, [x[None] for x in new], length)
+        return self.write_layers(group, new._replace(arrays=[x[None] for x in new.arrays]))
 
-    def write_layers(
-        self,
-        group: Group,
-        names: Sequence[str | None],
-        layer: jax.Array | int,
-        slots_B: jax.Array,
-        positions_BT: jax.Array,
-        new: Sequence[jax.Array],
-        length: int,
-    ) -> Group:
-        """`write` for consecutive layers from `layer` on: `new` is (layers, B, T, J, K) each."""
+    def write_layers(self, group: Group, new: NewEntries) -> Group:
+        """`write` for consecutive layers from `new.layer` on: the arrays are (layers, B, T, J, K) each."""
+        names, layer, slots_B, positions_BT, arrays, length = new
         ring, several = length > capacity(group), positions_BT.shape[1] > 1
         # a chunk that begins before the end of a ring continues at its start
         laps = (0, capacity(group)) if ring and several else (0,)
@@ -167,7 +144,7 @@ class Tiled:
         for segment in group:
             if start < length:
                 written = []
-                for old, name, x in zip(segment, names, new, strict=True):
+                for old, name, x in zip(segment, names, arrays, strict=True):
                     changed = _pinned(old, name)
                     for lap in laps:
                         starts_B = positions_BT[:, 0] - (start + lap)
