@@ -38,15 +38,19 @@ def order(length: int) -> np.ndarray | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitHeads:
-    """An `Attend` that splits the heads over the devices that split heads anyway, and over the devices that elsewhere
-    split the positions. The partitioner moves the arrays by all-to-all."""
+class _Split:
+    """The fields of an `Attend` where devices split the positions."""
 
     view: ClassVar = None
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
     windows: Windows | None = None
+
+
+class SplitHeads(_Split):
+    """An `Attend` that splits the heads over the devices that split heads anyway, and over the devices that elsewhere
+    split the positions. The partitioner moves the arrays by all-to-all."""
 
     def __call__(
         self,
@@ -82,15 +86,8 @@ class SplitHeads:
         return constrain(mixed, "batch", "seq", "heads", None)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitPositions:
+class SplitPositions(_Split):
     """An `Attend` whose queries stay where they are: keys and values travel, or are gathered."""
-
-    view: ClassVar = None
-    partition: Partition
-    bias_BHTS: jax.Array | None = None
-    segments_BT: jax.Array | None = None
-    windows: Windows | None = None
 
     def __call__(
         self,
