@@ -168,7 +168,7 @@ def fused_rows(sizes: Mapping[str, int], theirs: str) -> list[Tensor]:
 
 
 class BiasedAttention(LlamaLike):
-    """The attention may have biases. A family with two bases names this one first: its field follows the other's."""
+    """The attention may have biases. The field stands last in a family that names this class first."""
 
     attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
