@@ -118,7 +118,7 @@ class Checkpoint:
         Each call opens them: a source may hold a whole matrix, so it lives no longer than its reader wants.
 
         Args:
-            model: the config's, of which it must be.
+            model: the config's model. The checkpoint must be of this model.
 
         Raises:
             UserError: as above, or it is of another model, or damaged.

@@ -84,7 +84,7 @@ class TrainProgram:
             split: a tree like the model's parameters -> its trained and its frozen part.
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
-            schedule: the order in which microbatches and layers are computed, by default that of the config.
+            schedule: the order in which microbatches and layers are computed, by default the config's schedule.
             sources: the number of sources whose losses a step returns, given `Sequences.sources`.
 
         Raises:

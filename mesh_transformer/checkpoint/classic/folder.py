@@ -59,7 +59,7 @@ def is_step(folder: str) -> bool:
 
 
 def has_shards(names: Iterable[str]) -> bool:
-    """Whether these names are those of a step of the original program."""
+    """Whether a folder with these names is a step of the original program."""
     return any(re.fullmatch(r"shard_\d+", name) for name in names)
 
 

@@ -150,7 +150,7 @@ class MeshPlan:
 
 
 def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
-    """The layers that a stage computes: in each round those of one virtual stage.
+    """The layers that a stage computes: in each round, the layers of one virtual stage.
 
     Args:
         kept: the layers whose parameters it keeps.

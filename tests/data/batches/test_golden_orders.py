@@ -1,4 +1,4 @@
-"""The order of records and the positions in it are those of commit 50565e5: tests/golden/native/README.md."""
+"""Records come in the order of commit 50565e5, whose stored positions fit: tests/golden/native/README.md."""
 
 import itertools
 from pathlib import Path
