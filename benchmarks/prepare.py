@@ -4,8 +4,8 @@ run in turn.
 python benchmarks/prepare.py [--tokenizer FOLDER] [--megabytes 150] [--rounds 3]
 
 The text is the Python files of this environment, as one .jsonl file. Each row has the tokens a second of the clock and
-the million tokens a CPU second of the process and of all processes that it started, Ray's too. The start of Python and
-of a local Ray cluster are not counted, the start of the workers is. The rows without `fast` run where tiktoken cannot
+the million tokens a CPU second of the process and of all processes that it started. The start of Python is not counted,
+the start of the workers is. The rows without `fast` run where tiktoken cannot
 be imported. The records of all rows of prepare_dataset.py must be equal.
 """
 
@@ -35,7 +35,7 @@ def main() -> None:
     made.add_argument("--tokenizer", default="gpt2", help="a folder, or a name on the Hugging Face hub")
     made.add_argument("--megabytes", type=float, default=150.0, help="size of the text")
     arguments = parse(made)
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as folder:
         arguments.text = os.path.join(folder, "text.jsonl")
         size = _write_text(Path(arguments.text), arguments.megabytes * 1e6)

@@ -87,7 +87,7 @@ INDEPENDENT = {"train", "infer", "checkpoint", "data"}
 PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
 CHECKS_INPUT = {"config", "data", "dataset", "checkpoint", "runtime", "cloud", "cluster", "entry"}
 MAY_IMPORT = {
-    "ray": {"cluster/backends/ray_cluster.py", "dataset/tasks.py", "ray_join.py"},
+    "ray": {"cluster/backends/ray_cluster.py", "dataset/ray_pool.py", "ray_join.py"},
     "haiku": {"parallel/sharding.py", "models/"},
     "lm_eval": {"runtime/evaluation/"},
 }

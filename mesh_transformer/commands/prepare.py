@@ -33,7 +33,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers",
         type=int,
         metavar="N",
-        help="run N tasks at once on this machine; 1 needs no Ray (default: the number of CPU cores)",
+        help="run N tasks at once in processes of this machine (default: the number of CPU cores)",
     )
     add("--seq", type=int, help="tokens per sequence; a record holds one token more (default: %(default)s)")
     add("--val", type=float, metavar="SHARE", help="share of the documents for validation (default: %(default)s)")

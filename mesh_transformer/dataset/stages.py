@@ -40,7 +40,7 @@ class Shown:
 
 class ShownFragments(Shown):
     """Tokens a second of this process and its workers, and what was dropped. The rate counts the time after the first
-    fragment, because the time before includes the start of Ray."""
+    fragment, because the time before includes the start of the workers."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None

@@ -1,4 +1,5 @@
-"""Workers, a node and the driver of a Ray cluster die or stop while they make a data set: its bytes stay the same."""
+"""Workers, a node and the driver die or stop while they make a data set: its bytes stay the same. On one machine no
+port is open."""
 
 import json
 import os
@@ -6,15 +7,21 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
+import psutil
 import pytest
 from support.commands import finish, run, start
 from support.data_sets import hashes, write_corpus
 from support.ray_cluster import RayNodes, ray_cluster
 from support.waiting import until
 
-from mesh_transformer.dataset.tasks import OnRay
+from mesh_transformer.dataset.pool import Pool
+from mesh_transformer.dataset.process_pool import ProcessPool
+from mesh_transformer.dataset.ray_pool import RayPool
+from mesh_transformer.dataset.tasks import OnPool
 from mesh_transformer.dataset.worker import Task
 from mesh_transformer.errors import RunError, UserError
 
@@ -51,25 +58,65 @@ def alone(command, tmp_path_factory) -> dict[str, str]:
     return hashes(folder / "set")
 
 
-def tasks_below(pid: int) -> list[int]:
-    """The processes below `pid` that run a task of Ray now. Ray writes the name of the task into the command line."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            parents[int(entry.name)] = int(stat[1]), (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-    found, level = [], {pid}
-    while level:
-        level = {child for child, (parent, _) in parents.items() if parent in level}
-        found += [child for child in level if b"ray::call_in" in parents[child][1]]
-    return found
+class Place(Protocol):
+    """Where the tasks of a job run."""
+
+    options: tuple[str, ...]
+
+    def workers(self, driver: subprocess.Popen[str]) -> list[int]:
+        """The processes that run a task now."""
+
+    def lose_node(self) -> None:
+        """End a node and its workers."""
+
+    def add_node(self) -> None:
+        """Start it again."""
 
 
-def a_task(nodes: RayNodes) -> int:
-    """A process that runs a task."""
-    return until(lambda: tasks_below(nodes.process.pid))[0]
+class OfThisMachine:
+    """Two processes of the driver's machine."""
+
+    options = ("--workers", "2")
+
+    def workers(self, driver: subprocess.Popen[str]) -> list[int]:
+        children = psutil.Process(driver.pid).children()
+        return [child.pid for child in children if any("spawn_main" in word for word in child.cmdline())]
+
+    def lose_node(self) -> None:
+        """There is one."""
+
+    add_node = lose_node
+
+
+class OfCluster:
+    """Two nodes of a Ray cluster."""
+
+    def __init__(self, nodes: RayNodes):
+        self._nodes = nodes
+        self.options = ("--ray-address", nodes.address)
+
+    def workers(self, driver: subprocess.Popen[str]) -> list[int]:
+        # Ray writes the name of the task into the command line
+        nodes = psutil.Process(self._nodes.process.pid).children(recursive=True)
+        return [process.pid for process in nodes if "ray::call_in" in " ".join(cmdline_of(process))]
+
+    def lose_node(self) -> None:
+        self._nodes.ask("kill 1")
+
+    def add_node(self) -> None:
+        self._nodes.ask("add 1")
+
+
+def cmdline_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture(params=["processes", "ray"])
+def place(request) -> Place:
+    return OfThisMachine() if request.param == "processes" else OfCluster(request.getfixturevalue("nodes"))
 
 
 def fragments(folder: Path) -> dict[Path, int]:
@@ -81,18 +128,20 @@ def wait_for_fragments(driver: subprocess.Popen[str], folder: Path, count: int) 
     until(lambda: len(fragments(folder)) >= count, driver, shown=lambda: driver.stderr.read()[-4000:])
 
 
-def test_kills_and_stops_change_no_byte(nodes, command, alone, tmp_path):
-    """kill -9 of a worker, of the driver and of a node, then SIGSTOP of a worker: Ray does not see this one."""
+def test_kills_and_stops_change_no_byte(place, command, alone, tmp_path):
+    """kill -9 of a worker, of the driver and of a node, then SIGSTOP of a worker, which has no end."""
     folder, stopped = tmp_path / "set", None
 
     def begin() -> subprocess.Popen[str]:
-        options = ["--output", "set", "--ray-address", nodes.address]
-        return start("prepare_dataset.py", *command, *options, cwd=tmp_path, **ENVIRONMENT)
+        return start("prepare_dataset.py", *command, "--output", "set", *place.options, cwd=tmp_path, **ENVIRONMENT)
+
+    def a_worker() -> int:
+        return until(lambda: place.workers(driver), driver)[0]
 
     driver = begin()
     try:
         wait_for_fragments(driver, folder, 2)
-        os.kill(a_task(nodes), signal.SIGKILL)
+        os.kill(a_worker(), signal.SIGKILL)
         wait_for_fragments(driver, folder, 6)
         driver.kill()
         driver.communicate()
@@ -100,49 +149,101 @@ def test_kills_and_stops_change_no_byte(nodes, command, alone, tmp_path):
         driver = begin()
         wait_for_fragments(driver, folder, len(before) + 4)
         assert fragments(folder).items() >= before.items()
-        nodes.ask("kill 1")
+        place.lose_node()
         wait_for_fragments(driver, folder, len(before) + 8)
-        stopped = a_task(nodes)
+        stopped = a_worker()
         os.kill(stopped, signal.SIGSTOP)
-        nodes.ask("add 1")
+        place.add_node()
         _, said = finish(driver, timeout_s=WAIT_S)
     finally:
         driver.kill()
         driver.communicate()
-        if stopped is not None:
+        if stopped is not None and psutil.pid_exists(stopped):
             os.kill(stopped, signal.SIGKILL)
     assert "started a second time" in said
     assert "are finished already" in said
     assert hashes(folder) == alone
 
 
+def sockets(process: psutil.Process) -> list[str]:
+    """The TCP and UDP sockets of a process."""
+    numbers = set()
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        lines = Path("/proc", str(process.pid), "net", name).read_text().splitlines()[1:]
+        numbers |= {f"socket:[{line.split()[9]}]" for line in lines}
+    names = [os.readlink(path) for path in Path("/proc", str(process.pid), "fd").iterdir()]
+    return [name for name in names if name in numbers]
+
+
+def test_on_one_machine_nothing_listens(command, tmp_path):
+    """No process has a socket for a network, none has loaded Ray, and all end where the driver is killed."""
+    driver = start("prepare_dataset.py", *command, "--output", "set", "--workers", "2", cwd=tmp_path, **ENVIRONMENT)
+    try:
+        wait_for_fragments(driver, tmp_path / "set", 4)
+        driver.send_signal(signal.SIGSTOP)
+        processes = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+        assert len(OfThisMachine().workers(driver)) == 2
+        assert [sockets(process) for process in processes] == [[]] * len(processes)
+        assert not any("ray/_raylet" in Path("/proc", str(process.pid), "maps").read_text() for process in processes)
+    finally:
+        driver.kill()
+        driver.communicate()
+    gone, alive = psutil.wait_procs(processes, timeout=WAIT_S)
+    assert not alive, gone
+
+
 @pytest.fixture
-def cluster(nodes, monkeypatch):
+def cluster(nodes, monkeypatch) -> Iterator[RayPool]:
     """Runs tasks on the cluster from this process."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    with OnRay(nodes.address) as cluster:
+    with RayPool(nodes.address) as cluster:
         yield cluster
 
 
-def test_a_task_that_ends_its_worker_each_time_ends_the_job(cluster):
+@pytest.fixture(params=["processes", "ray"])
+def pool(request) -> Iterator[Pool]:
+    """Runs tasks from this process."""
+    if request.param == "ray":
+        yield request.getfixturevalue("cluster")
+        return
+    with ProcessPool(2) as processes:
+        yield processes
+
+
+def test_a_task_that_ends_its_worker_each_time_ends_the_job(pool):
     """As a file does that pyarrow cannot bear."""
+    tasks = [Task(len, ("text",), "a.txt"), Task(os.abort, (), "b.parquet, row groups 0 to 3")]
     with pytest.raises(RunError, match=r"^b.parquet, row groups 0 to 3: 5 workers have died of this task, .* crashed"):
-        list(cluster.run([Task(len, ("text",), "a.txt"), Task(os.abort, (), "b.parquet, row groups 0 to 3")]))
+        list(OnPool(pool).run(tasks))
 
 
-def test_a_task_that_ends_four_workers_goes_on(cluster, tmp_path):
-    # Ray sends a function within a function itself
-    def task(number):
-        marks = tmp_path / str(number)
-        with marks.open("a") as file:
-            file.write("x")
-        if marks.stat().st_size < 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number
+DIES_FOUR_TIMES = """
+import os, signal
+with open(marks, "a") as file:
+    file.write("x")
+if os.path.getsize(marks) < 5:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    found = list(cluster.run([Task(task, (number,), str(number)) for number in range(2)]))
-    assert sorted(found) == [(0, 0), (1, 1)]
+
+def test_a_task_that_ends_four_workers_goes_on(pool, tmp_path):
+    marks = [tmp_path / str(number) for number in range(2)]
+    tasks = [Task(exec, (DIES_FOUR_TIMES, {"marks": str(path)}), path.name) for path in marks]
+    assert sorted(OnPool(pool).run(tasks)) == [(0, None), (1, None)]
+    assert [path.stat().st_size for path in marks] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        ("from mesh_transformer.errors import UserError; raise UserError('a.txt: bad')", UserError, r"^a\.txt: bad$"),
+        ("class Odd(Exception): pass\nraise Odd('b')", RuntimeError, r"(?s)^in a process .*Traceback .*Odd: b"),
+    ],
+)
+def test_an_error_of_a_task_in_a_process(code, kind, message):
+    with ProcessPool(2) as processes, pytest.raises(kind, match=message):
+        list(OnPool(processes).run([Task(exec, (code, {}), "a.txt")]))
 
 
 WITHOUT = """
@@ -175,6 +276,6 @@ def test_a_node_with_another_program(nodes, cluster, repo, tmp_path, copied, mes
     nodes.ask(f"add 2 {tmp_path}")
     try:
         with pytest.raises(UserError, match=message):
-            list(cluster.run([Task(time.sleep, (2.0,), "")] * 20))
+            list(OnPool(cluster).run([Task(time.sleep, (2.0,), "")] * 20))
     finally:
         nodes.ask("kill 2")

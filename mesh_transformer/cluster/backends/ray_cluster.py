@@ -1,6 +1,6 @@
 """A cluster of Ray actors, one agent on each host.
 
-Of this package, only this module, dataset/tasks.py and ray_join.py import Ray.
+Of this package, only this module, dataset/ray_pool.py and ray_join.py import Ray.
 
 Host i is the node with the custom resource `tpu_worker_<i>`. If no node has such a resource, it is the node with the
 label ray.io/tpu-worker-id, which Ray sets on TPU hosts. The number is the TPU worker ID, not a rank of Ray. Agents are
