@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     from mesh_transformer import logs
     from mesh_transformer.dataset.job import prepare
+    from mesh_transformer.dataset.manifest import Summary
     from mesh_transformer.dataset.options import PrepareOptions
     from mesh_transformer.dataset.tasks import runner
     from mesh_transformer.errors import UserError, plural
@@ -83,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"--workers {workers}: must be 1 or more")
     with contextlib.ExitStack() as stack:
         tasks = stack.enter_context(runner(given.ray_address, workers))
-        made = prepare(given.input, given.tokenizer, given.output, options, tasks)
-    records, tokens = made["train"]["records"], made["train"]["tokens"]
-    packed = f"{made['train']['waste']:.2%} padding, " if options.packed else ""
+        content = prepare(given.input, given.tokenizer, given.output, options, tasks)
+    made = Summary.of(content, given.output)
+    packed = f"{made.train.waste:.2%} padding, " if options.packed else ""
     if options.instructions:
-        packed = f"{made['train']['learned']:,} learned, {plural(made['cut'], 'example')} cut, {packed}"
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in made["dropped"].items())
+        packed = f"{made.train.learned:,} learned, {plural(made.cut, 'example')} cut, {packed}"
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in made.dropped.items())
     sys.stdout.write(
-        f"{given.output}: {plural(records, 'training record')} ({plural(tokens, 'token')}), {packed}"
-        f"{plural(made['val']['records'], 'validation record')}; dropped: {dropped or 'nothing'}; "
+        f"{given.output}: {plural(made.train.records, 'training record')} ({plural(made.train.tokens, 'token')}), "
+        f"{packed}{plural(made.val.records, 'validation record')}; dropped: {dropped or 'nothing'}; "
         f"data.train_set={given.output.rstrip('/')}/train.index\n"
     )

@@ -7,12 +7,12 @@ output folder has a folder `work` until the manifest is there, which is written 
 """
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from mesh_transformer import files
+from mesh_transformer.config.strict_json import parse_object
 from mesh_transformer.data.chat.instructions import template_fingerprint
 from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.dataset.counts import DocumentCounts, add_reasons, total
@@ -20,7 +20,7 @@ from mesh_transformer.dataset.dropping import Duplicates
 from mesh_transformer.dataset.example_fragment import write_example_fragment
 from mesh_transformer.dataset.fragment import SIDES, Examples, Fragment, Text, write_fragment
 from mesh_transformer.dataset.inputs import Input, read_inputs
-from mesh_transformer.dataset.manifest import encoded, manifest
+from mesh_transformer.dataset.manifest import Summary, encoded, manifest
 from mesh_transformer.dataset.objects import atomic_file
 from mesh_transformer.dataset.options import PrepareOptions, Work
 from mesh_transformer.dataset.packed_shards import RowPacking, packed_cuts, write_packed_shard
@@ -80,8 +80,10 @@ class _Job:
         """
         names = files.list_dir(self._output)
         if MANIFEST in names:
-            content = _json_of(join(self._output, MANIFEST))
+            path = join(self._output, MANIFEST)
+            content = _json_of(path)
             self._described.check(content, self._output)
+            Summary.of(content, path)
             self._clean()
             return content
         path, inside = join(self._work, JOB), files.list_dir(self._work)
@@ -220,11 +222,9 @@ def _sizes(parts: Sequence[FilePart]) -> list[float]:
 
 def _json_of(path: str) -> dict[str, Any]:
     """The JSON object in a file that an earlier command has written."""
+    with open_binary(path) as file:
+        content = file.read(_MAX_JSON_BYTES)
     try:
-        with open_binary(path) as file:
-            content = json.loads(file.read(_MAX_JSON_BYTES))
-        if not isinstance(content, dict):
-            raise ValueError("it is not an object")
-    except ValueError as error:
-        raise UserError(f"{path} is not of prepare_dataset.py ({error}): choose another output folder") from error
-    return content
+        return parse_object(content, path)
+    except UserError as error:
+        raise UserError(f"{error}; it is not of prepare_dataset.py: choose another output folder") from error

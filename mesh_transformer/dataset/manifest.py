@@ -3,17 +3,52 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.dataset.counts import DocumentCounts, add_reasons, total
 from mesh_transformer.dataset.fragment import SIDES, Fragment
 from mesh_transformer.dataset.inputs import Input
 from mesh_transformer.dataset.shards import RECORDS, Shard
+from mesh_transformer.errors import UserError
 
 DUPLICATE = "duplicate"
 # messages about bad places
 _MESSAGES = 20
+
+
+class SideSummary(BaseModel, strict=True):
+    """The counts of a side that the command prints."""
+
+    records: NonNegativeInt
+    tokens: NonNegativeInt
+    waste: float = 0.0
+    learned: NonNegativeInt = 0
+
+
+class Summary(BaseModel, strict=True):
+    """What the command prints of manifest.json."""
+
+    train: SideSummary
+    val: SideSummary
+    dropped: dict[str, NonNegativeInt]
+    cut: NonNegativeInt = 0
+
+    @classmethod
+    def of(cls, content: dict[str, Any], path: str) -> Self:
+        """The summary of the content of manifest.json at `path`.
+
+        Raises:
+            UserError: counts are missing, or are none.
+        """
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            raise UserError(f"{path} is damaged ({what}): delete the folder, and make it again") from error
 
 
 def manifest(

@@ -149,7 +149,7 @@ class Work:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _sha256(content: Any) -> str:

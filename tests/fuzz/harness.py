@@ -2,8 +2,8 @@
 
 A fuzzer is a context manager that prepares a folder and gives a function `attempt(random) -> end`. The function mutates
 a valid input, reads it with the function that a command uses, and returns how that ended. A UserError is a refusal. Any
-other exception, more than LIMIT_S seconds or more than LIMIT_BYTES of memory is a bad end, and so is the death of the
-process.
+other exception, more than LIMIT_S seconds of the processor or more than LIMIT_BYTES of memory is a bad end, and so is
+the death of the process.
 """
 
 import collections
@@ -100,7 +100,7 @@ def run_apart(name: str, fuzzer: Fuzzer, first: int, count: int) -> Report:
 
 def _end(attempt: Attempt, seed: int) -> End:
     _forget_peak()
-    before, began, fault = _peak_bytes(), time.monotonic(), ""
+    before, began, fault = _peak_bytes(), time.process_time(), ""
     try:
         kind = attempt(Random(seed))
     except UserError:
@@ -112,9 +112,9 @@ def _end(attempt: Attempt, seed: int) -> End:
         place = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
         fault = "".join(traceback.format_exception(error, limit=-8))[-4000:]
-    seconds, peak = time.monotonic() - began, _peak_bytes()
+    seconds, peak = time.process_time() - began, _peak_bytes()
     if seconds > LIMIT_S:
-        kind, fault = f"more than {LIMIT_S:g} s", fault or f"{kind} after {seconds:.1f} s"
+        kind, fault = f"more than {LIMIT_S:g} CPU s", fault or f"{kind} after {seconds:.1f} s"
     elif peak - before > LIMIT_BYTES:
         kind, fault = f"more than {LIMIT_BYTES >> 20} MiB", fault or f"{kind} with {(peak - before) >> 20} MiB more"
     return End(seed, kind, peak, fault)

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import configs, corpora, harness, http_requests, manifests, templates, tokenizer_files, weights
+from fuzz import (
+    configs,
+    corpora,
+    data_sets,
+    harness,
+    http_requests,
+    instructions,
+    manifests,
+    templates,
+    tokenizer_files,
+    weights,
+)
 
 FUZZERS: dict[str, harness.Fuzzer] = {
     "configs": configs.fuzzer,
@@ -16,6 +27,11 @@ FUZZERS: dict[str, harness.Fuzzer] = {
     "manifests": manifests.fuzzer,
     "corpora": corpora.fuzzer,
     "requests": http_requests.fuzzer,
+    "offsets": data_sets.offsets,
+    "indexes": data_sets.indexes,
+    "data manifests": data_sets.data_manifests,
+    "mixtures": data_sets.mixtures,
+    "instructions": instructions.fuzzer,
 }
 FEW = 60
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from mesh_transformer.data.records.example import MAX_NUMBERS
 from mesh_transformer.data.records.tfrecords import Record
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError, plural
@@ -80,7 +81,9 @@ class Batching:
         return example
 
     def _example(self, record: Record) -> Example:
-        example, seq = record.example(), self.seq
+        seq = self.seq
+        # of a long sequence: its tokens, as many documents, and two lengths of the loss mask for each token
+        example = record.example(max(MAX_NUMBERS, 4 * (seq + 1)))
         tokens = example.tokens
         if len(tokens) != seq + 1:
             raise UserError(

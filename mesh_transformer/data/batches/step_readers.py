@@ -178,7 +178,7 @@ class MixtureReader:
         stored = position.get("files")
         if stored is not None:
             for name, records in self._sets.items():
-                _check_files(name, records, stored.get(name))
+                _check_files(name, records, stored.get(name) if isinstance(stored, dict) else stored)
 
     def close(self) -> None:
         """See `StepReader`."""

@@ -16,6 +16,7 @@ from mesh_transformer.errors import UserError
 
 SUFFIX = ".offsets"
 OFFSET_BYTES = 8
+_READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ def find_offsets(path: str, stamp: str) -> str:
         os.makedirs(folder, exist_ok=True)
         with files.scratch_file(folder) as scratch:
             if files.is_remote(path) and files.exists(beside):
+                if files.size(beside) * FRAME_BYTES > files.size(path) * OFFSET_BYTES:
+                    raise _unfit(path)
                 with open(scratch, "wb") as file:
                     files.download(beside, 0, None, file)
                 _check(path, scratch)
@@ -67,15 +70,26 @@ def _write(path: str, target: str) -> None:
 
 
 def _check(path: str, offsets: str) -> None:
-    """Refuse offsets whose last record is not the last of the record file."""
-    n_bytes, file_bytes = os.path.getsize(offsets), files.size(path)
+    """Refuse a file that does not list the records of a record file: its numbers ascend from 0 by a record or more, and
+    the last one is of the last record."""
+    file_bytes, previous = files.size(path), -FRAME_BYTES
     with open(offsets, "rb") as file:
-        file.seek(max(n_bytes - OFFSET_BYTES, 0))
-        last = int.from_bytes(file.read(OFFSET_BYTES), "little")
-    header = files.read_range(path, last, OFFSET_BYTES)
-    end = last + FRAME_BYTES + int.from_bytes(header, "little") if n_bytes else 0
-    if n_bytes % OFFSET_BYTES or end != file_bytes:
-        raise UserError(
-            f"{path + SUFFIX} does not fit {path}, whose records it should list: delete it, and it is made again, or "
-            "make both files again"
-        )
+        while content := file.read(_READ_BYTES):
+            if len(content) % OFFSET_BYTES:
+                raise _unfit(path)
+            places = np.frombuffer(content, "<u8")
+            if places.max() >= file_bytes or (previous < 0 and places[0]):
+                raise _unfit(path)
+            if (np.diff(places.astype(np.int64), prepend=previous) < FRAME_BYTES).any():
+                raise _unfit(path)
+            previous = int(places[-1])
+    length = int.from_bytes(files.read_range(path, previous, OFFSET_BYTES), "little") if previous >= 0 else 0
+    if previous + FRAME_BYTES + length != file_bytes:
+        raise _unfit(path)
+
+
+def _unfit(path: str) -> UserError:
+    return UserError(
+        f"{path + SUFFIX} does not fit {path}, whose records it should list: delete it, and it is made again, or make "
+        "both files again"
+    )

@@ -9,6 +9,7 @@ from mesh_transformer.files import exists, is_remote, join, open_binary, seen_fr
 
 _RECORD_FILE = re.compile(r"\.tfrecords?(\.(gz|gzip|zlib|z))?$", re.IGNORECASE)
 _MAX_INDEX_BYTES = 16 << 20
+_MAX_LISTED = 100_000
 _LOOKUPS_AT_ONCE = 16
 
 
@@ -41,13 +42,16 @@ def record_files(path: str) -> tuple[str, ...]:
     A relative path is tried in the current folder, in the folder of the index and in the folder above it.
 
     Raises:
-        UserError: the index is empty or not text, or names a file that does not exist.
+        UserError: the index is empty, too long or not text, or names a file that does not exist.
     """
     if _RECORD_FILE.search(path):
         return (path,)
-    lines = _index_lines(path)
+    lines, listed = _index_lines(path), list[str]()
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
-        return tuple(pool.map(lambda line: _find_listed(path, *line), lines))
+        # `map` asks for all files before the first answer
+        for first in range(0, len(lines), _LOOKUPS_AT_ONCE):
+            listed += pool.map(lambda line: _find_listed(path, *line), lines[first : first + _LOOKUPS_AT_ONCE])
+    return tuple(listed)
 
 
 def _index_lines(path: str) -> list[tuple[int, str]]:
@@ -66,6 +70,11 @@ def _index_lines(path: str) -> list[tuple[int, str]]:
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise UserError(f"the index file {path} is empty: write the path of one record file on each line")
+    if len(lines) > _MAX_LISTED:
+        raise UserError(
+            f"the index file {path} lists {len(lines):,} record files, at most {_MAX_LISTED:,} are allowed: make "
+            "larger files"
+        )
     return lines
 
 

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple, Self
 import google_crc32c
 import numpy as np
 
-from mesh_transformer.data.records.example import decode_example, encode_example
+from mesh_transformer.data.records.example import MAX_NUMBERS, decode_example, encode_example
 from mesh_transformer.data.records.inflate import detect, inflated
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import is_remote, open_binary
@@ -41,14 +41,14 @@ class Record(NamedTuple):
         """Where the record is, for a message."""
         return _place(self.path, self.number, self.offset)
 
-    def example(self) -> Example:
-        """The content of the record.
+    def example(self, most: int = MAX_NUMBERS) -> Example:
+        """The content of the record. `most`: numbers that it may hold.
 
         Raises:
-            UserError: the record holds no tokens; names the file, the record and its offset.
+            UserError: the record holds no tokens, or too many numbers; names the file, the record and its offset.
         """
         try:
-            return decode_example(self.data)
+            return decode_example(self.data, most)
         except UserError as error:
             raise UserError(f"{self.place}: {error}") from error
 

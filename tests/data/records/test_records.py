@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.loading import read_records
 
 from mesh_transformer.data.records import tfrecords as records
-from mesh_transformer.data.records.example import decode_example, encode_example
+from mesh_transformer.data.records.example import MAX_NUMBERS, decode_example, encode_example
 from mesh_transformer.data.records.inflate import detect, inflated
 from mesh_transformer.data.records.tfrecords import (
     RecordReader,
@@ -274,3 +274,24 @@ def test_a_compressed_file_that_is_cut_short_names_the_record(tmp_path):
     cut.write_bytes(gzip.compress(plain.read_bytes())[:-1000])
     with pytest.raises(UserError, match=r"cut.tfrecords.*record \d+ at byte \d+"):
         list(read_records(str(cut)))
+
+
+def test_numbers_are_counted_before_they_are_made():
+    """A record of 64 MiB would become 1 GB of objects."""
+    numbers, more, most = np.zeros(MAX_NUMBERS - 30, np.int64), np.ones(10, np.int64), np.ones(40, np.int64)
+    assert len(decode_example(encode_example(numbers, more, more)).tokens) == len(numbers)
+    for rest in [(most, None), (more, most), (None, 300 * most)]:
+        with pytest.raises(
+            UserError, match=r"^the record has some 1,048,\d\d\d numbers, at most 1,048,576 are allowed"
+        ):
+            decode_example(encode_example(numbers, *rest))
+    assert len(decode_example(encode_example(numbers, most), MAX_NUMBERS + 30).tokens) == len(numbers)
+
+
+def test_features_are_counted_before_they_are_made():
+    text = field(1, field(1, field(1, b"text") + field(2, field(3, field(1, b"\7")))))
+    # each a part of the field `features`, which a message joins
+    others = [field(1, field(1, field(1, b"%06d" % number))) for number in range(1000)]
+    assert decode_example(b"".join([*others[1:], text])).tokens.tolist() == [7]
+    with pytest.raises(UserError, match="^the record has 1,001 features, at most 1,000 are allowed"):
+        decode_example(b"".join([*others, text]))
