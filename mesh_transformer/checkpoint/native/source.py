@@ -37,6 +37,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 REMOTE_READ_BYTES = 32 << 20
 # the chunks that a save writes have at most 64 MiB
 MAX_CHUNK_BYTES = 1 << 30
+# of a tensor with small chunks: each takes 12 us, whatever it holds
+MAX_CHUNKS, SMALL_CHUNK_BYTES = 100_000, 1 << 19
 # for the index of the key-value store; tensors are not cached
 CACHE_BYTES = 1 << 20
 
@@ -205,12 +207,19 @@ def ocdbt(folder: str) -> dict[str, Any]:
 
 
 def _check(array: Any, spec: TensorSpec) -> None:
-    """Refuse an array that does not match the manifest, or whose chunks are larger than any save writes."""
+    """Refuse an array that does not match the manifest, or whose chunks are larger, more or compressed otherwise than
+    any save writes."""
     dtype, chunk = array.dtype.numpy_dtype, _chunk(array)
     if (tuple(array.shape), dtype) != (spec.shape, np.dtype(spec.dtype)):
         raise DamagedCheckpoint(f"expected {spec}, found {tuple(array.shape)} {array.dtype.name}")
     if math.prod(chunk) * dtype.itemsize > MAX_CHUNK_BYTES:
         raise DamagedCheckpoint(f"chunks of {chunk} are over {MAX_CHUNK_BYTES} bytes")
+    count = math.prod(-(-size // each) for size, each in zip(array.shape, chunk, strict=True))
+    if count > MAX_CHUNKS and math.prod(chunk) * dtype.itemsize < SMALL_CHUNK_BYTES:
+        raise DamagedCheckpoint(f"it has {count:,} chunks of {chunk}, at most {MAX_CHUNKS:,} are read")
+    compressor = (array.codec.to_json().get("compressor") or {}).get("id")
+    if compressor not in (None, "zstd"):
+        raise DamagedCheckpoint(f"its chunks are compressed with {compressor}; only zstd and none are read")
 
 
 def _chunk(array: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.classic_folders import RandomSource, model_config
 from support.mutations import manifest_of, mutated_bytes, mutated_json
 
+from mesh_transformer.checkpoint.native import source as native
 from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
@@ -141,17 +142,18 @@ def test_changed_files(whole: Path, expected: dict[str, Any], tmp_path: Path, ra
         ({"shape": [8, 9]}, r"expected \(.*\) float32, found"),
         ({"dtype": "<i4"}, "found .* int32"),
         ({"compressor": {"id": "none of them"}}, "none of them"),
+        ({"compressor": {"id": "zlib", "level": 1}}, "compressed with zlib; only zstd and none are read"),
+        ({"chunks": [1, 1]}, r"has [\d,]+ chunks of \(1, 1\), at most 100 are read"),
     ],
 )
 def test_an_array_that_differs_from_the_manifest_is_refused(
-    whole: Path, tmp_path: Path, zarray: Any, message: str
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zarray: Any, message: str
 ) -> None:
     import tensorstore as ts
 
-    from mesh_transformer.checkpoint.native.source import ocdbt
-
+    monkeypatch.setattr(native, "MAX_CHUNKS", 100)
     copied = shutil.copytree(whole, tmp_path / "copy")
-    store = ts.KvStore.open(ocdbt(str(copied / "state"))).result()
+    store = ts.KvStore.open(native.ocdbt(str(copied / "state"))).result()
     key = "params.embed.tokens.w/.zarray"
     store[key] = json.dumps({**json.loads(store[key]), **zarray}).encode()
     source = NativeSource(str(copied))
