@@ -4,16 +4,15 @@
 set -euo pipefail
 
 state=$1 archive=$2
-# the head's --temp-dir (cloud/head.py), which Ray's nodes take too
-ray=/tmp/ray/session_latest/logs
-more=()
-if [[ -d $ray ]]; then
-    more=(-C / "${ray#/}/.")
-fi
 mkdir -p "$state/logs"
+more=()
+# pod_ray.sh has asked Ray for its folder
+if folder=$(cat "$state/ray.folder" 2>/dev/null) && [[ -d $folder/session_latest/logs ]]; then
+    ray=$folder/session_latest/logs
+    more=(-C / --transform="s,^${ray#/}/\.,ray," "${ray#/}/.")
+fi
 code=0
 # tpu_logs: where libtpu has logs, Ray links to them by an absolute path, which the driver refuses to unpack
-tar -czf "$archive" --warning=no-file-changed --exclude=tpu_logs --transform='s,^tmp/ray/session_latest/logs/\.,ray,' \
-    -C "$state" logs ${more[@]+"${more[@]}"} || code=$?
+tar -czf "$archive" --warning=no-file-changed --exclude=tpu_logs -C "$state" logs ${more[@]+"${more[@]}"} || code=$?
 # 1: a log grew while tar read it
 exit $((code == 1 ? 0 : code))

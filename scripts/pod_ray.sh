@@ -3,9 +3,9 @@
 #   pod_ray.sh start STATE FINGERPRINT COMMAND...   COMMAND is `ray start ...`; no effect if the same one runs
 #   pod_ray.sh stop STATE
 #   pod_ray.sh status STATE                         exit code 0 if the node runs
-# STATE is a folder with the supervisor's process id, the fingerprint of its command and its log. The supervisor leads a
-# session of its own, and restarts the node when it ends. Before a node stops, the workers of runs on it get SIGTERM and
-# SAVE_S seconds to save and exit.
+# STATE is a folder with the supervisor's process id, the fingerprint of its command, the folder of Ray's sessions and its
+# log. The supervisor leads a session of its own, and restarts the node when it ends. Before a node stops, the workers of
+# runs on it get SIGTERM and SAVE_S seconds to save and exit.
 set -euo pipefail
 
 READY_LINE="Ray runtime started"
@@ -120,6 +120,9 @@ start() {
         fi
         sleep 0.1
     done
+    # for pod_logs.sh: a node takes the head's folder
+    ps -ww -o args= -s "$(supervisor)" | awk 'match($0, /--temp_dir=[^ ]*/) { print substr($0, RSTART + 11, RLENGTH - 11) }' |
+        sort -u >"$state/ray.folder"
     echo "$fingerprint" >"$state/ray.fingerprint"
     echo "ray started"
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from mesh_transformer import cache_folders, ray_join
 from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import RunError, UserError
 
@@ -23,8 +24,10 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 5,
 }
 START_S = 180.0
-# All nodes take the head's: a TMPDIR of the driver need not exist on the hosts. scripts/pod_logs.sh reads it.
-TEMPORARY = "/tmp/ray"
+# Ray makes the folder of its sessions mode 777, so it lies in one that other users cannot enter. Hosts take the head's
+# path, and a TMPDIR of the driver need not exist there. The path is short: Ray's sockets lie 64 characters below it,
+# and the path of a socket has at most 107.
+TEMPORARY = "/tmp"
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,20 @@ def start(folder: str, address: str, port: int = 6379, arguments: tuple[str, ...
         arguments: further arguments of `ray start`.
 
     Raises:
-        UserError: Ray is not installed in the environment of this Python.
+        UserError: Ray is not installed in the environment of this Python, or is too old; or another user can enter the
+            folder of Ray's sessions.
         RunError: the head did not start.
     """
+    ray_join.check_version()
     folder = os.path.abspath(folder)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     head = Head(f"{address}:{port}", folder)
     _create_token(head.token_file)
+    os.close(cache_folders.open_temporary(TEMPORARY))
+    sessions = os.path.join(cache_folders.temporary(TEMPORARY), "ray")
     command = [
         _ray(), "start", "--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false",
-        "--disable-usage-stats", "--num-cpus=0", f"--temp-dir={TEMPORARY}",
+        "--disable-usage-stats", "--num-cpus=0", f"--temp-dir={sessions}",
         f"--system-config={json.dumps(HEALTH_CHECKS)}", *arguments,
     ]  # fmt: skip
     token = read_token(head.token_file)

@@ -82,7 +82,7 @@ DRIVER_HOST = r"""
 set -euo pipefail
 mount --make-rprivate /
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
-mkdir -p /tmp/ray "$1/ray"; mount --bind "$1/ray" /tmp/ray; touch "$1/driver_ready"
+own=/tmp/mesh-transformer-0; mkdir -p -m 700 $own "$1/own"; mount --bind "$1/own" $own; touch "$1/driver_ready"
 while true; do sleep 1 & wait; done               # process 1: takes in the orphans
 """
 

@@ -1,7 +1,7 @@
 """Locks, logs and processes of runs on a host.
 
-Locks and logs are in a folder of the user, below the temporary folder, where every user can create files and links. So
-the folder is used only if other users have no access to it, and files are opened without following links.
+Locks and logs are in a folder of the user, below the temporary folder (`cache_folders.open_temporary`). Files are
+opened without following links.
 
 One worker process of a run has the lock at a time. A new one waits for the previous one, which may be saving. One
 driver has the lock at a time, if the workers are processes of its own machine.
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from mesh_transformer import cache_folders
 from mesh_transformer.cluster.base import Process
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
@@ -38,31 +39,15 @@ def open_file(name: str, flags: int) -> int:
     Raises:
         UserError: the folder or the file is a link, or other users can access the folder.
     """
-    path = os.path.join(tempfile.gettempdir(), f"mesh-transformer-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+    parent = tempfile.gettempdir()
+    folder = cache_folders.open_temporary(parent)
     try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise _unsafe(path, f"cannot be opened, is a link, or is no folder ({error.strerror})") from error
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.getuid():
-            raise _unsafe(path, f"belongs to user {status.st_uid}")
-        if status.st_mode & 0o077:
-            raise _unsafe(path, f"is open to other users (mode {status.st_mode & 0o777:o})")
         return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
-        raise _unsafe(os.path.join(path, name), f"cannot be opened, or is a link ({error.strerror})") from error
+        path = os.path.join(cache_folders.temporary(parent), name)
+        raise cache_folders.unsafe(path, f"cannot be opened, or is a link ({error.strerror})") from error
     finally:
         os.close(folder)
-
-
-def _unsafe(path: str, why: str) -> UserError:
-    return UserError(
-        f"{path} {why}, so another user may control the locks of your runs: remove it, or set TMPDIR to a folder of "
-        "your own"
-    )
 
 
 def worker_name(run: str, worker_id: int) -> str:
