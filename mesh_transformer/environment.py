@@ -6,10 +6,11 @@ from __future__ import annotations
 import _thread
 import functools
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -54,6 +55,24 @@ def command_line(name: str) -> str:
     """The beginning of a line for the shell that gives the command."""
     called = command(name)
     return called if called.startswith(PROGRAM) else f"python {called}"
+
+
+def variables(texts: Sequence[str]) -> dict[str, str]:
+    """Environment variables for other processes: each text is NAME=VALUE, or NAME of a variable of this process.
+
+    Raises:
+        UserError: a name is none, or is not set here. The message has no value, which may be a secret.
+    """
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            shown = name if equals else text
+            raise UserError(f"--env {shown}: give NAME=VALUE, or NAME for its value in this environment")
+        if not equals and name not in os.environ:
+            raise UserError(f"--env {name}: {name} is not set in this environment: set it, or give NAME=VALUE")
+        values[name] = value if equals else os.environ[name]
+    return values
 
 
 def check_python() -> None:

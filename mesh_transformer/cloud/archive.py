@@ -3,16 +3,19 @@
 import gzip
 import hashlib
 import io
+import logging
 import os
+import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO
 
 from mesh_transformer.environment import CHECKOUT
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
 
+log = logging.getLogger(__name__)
 # the parts of a checkout that hosts need, besides *.py at the top
 CODE = ("mesh_transformer", "configs", "scripts", "data", "pyproject.toml", "requirements.txt")
 MAX_BYTES = 256 << 20
@@ -73,7 +76,9 @@ def code_archive(root: str = CHECKOUT) -> Archive:
             checkout.
 
     Raises:
-        UserError: `root` has no package, or its `data` is too large.
+        UserError: `root` has no package, its `data` is too large, or a link leads out of it.
+
+    Files that git does not track are sent too, and a log line names them.
     """
     if not os.path.isdir(os.path.join(root, "mesh_transformer")):
         raise UserError(f"{root} has no folder mesh_transformer: give the root of a checkout")
@@ -83,7 +88,20 @@ def code_archive(root: str = CHECKOUT) -> Archive:
         others = [path for name in sorted(os.listdir(shipped)) for path in _files(shipped, name)]
         return pack({**dict.fromkeys(ours, root), **dict.fromkeys(others, shipped)})
     names = sorted(name for name in os.listdir(root) if name in CODE or name.endswith(".py"))
-    return pack({path: root for name in names for path in _files(root, name)})
+    paths = [path for name in names for path in _files(root, name)]
+    if untracked := _untracked(root, paths):
+        log.info("the code for the hosts has files that git does not track: %s", listed(untracked, 10))
+    return pack(dict.fromkeys(paths, root))
+
+
+def _untracked(root: str, paths: Sequence[str]) -> list[str]:
+    """Those of the paths that git does not track; empty where it does not know the folder."""
+    try:
+        done = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    tracked = set(done.stdout.split("\0"))
+    return [path for path in paths if path not in tracked] if done.stdout else []
 
 
 def beside(root: str) -> str:
@@ -122,11 +140,26 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _files(root: str, name: str) -> Iterator[str]:
     full = os.path.join(root, name)
+    _check_inside(root, name)
     if os.path.isfile(full):
         yield name
         return
     for folder, folders, names in os.walk(full):
         folders[:] = sorted(entry for entry in folders if not entry.startswith((".", "__pycache__")))
+        for entry in folders:
+            _check_inside(root, os.path.relpath(os.path.join(folder, entry), root))
         for entry in sorted(names):
             if not entry.startswith(".") and not entry.endswith(".pyc"):
-                yield os.path.relpath(os.path.join(folder, entry), root)
+                path = os.path.relpath(os.path.join(folder, entry), root)
+                _check_inside(root, path)
+                yield path
+
+
+def _check_inside(root: str, path: str) -> None:
+    """Refuse a link out of `root`: whatever it leads to would be readable on the hosts."""
+    target = os.path.realpath(os.path.join(root, path))
+    if not target.startswith(os.path.join(os.path.realpath(root), "")):
+        raise UserError(
+            f"{os.path.join(root, path)} is a link to {target}, and the hosts get only what lies in {root}: replace "
+            "the link, or put large data in a bucket (gs://)"
+        )

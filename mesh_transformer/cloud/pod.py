@@ -4,12 +4,14 @@ host.
 An error on a host becomes its `Outcome`.
 """
 
+import io
 import logging
 import os
 import secrets
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +82,26 @@ class Pod:
             return ssh.run(connection, host, shell.join("mv", "-f", "--", part, target), 60.0)
 
         _checked(self._run_on_all(action, hosts), f"copying {source}")
+
+    def give(self, variables: Mapping[str, str], hosts: Iterable[int] | None = None) -> str:
+        """Send environment variables. Returns the beginning of a command line that sets them.
+
+        They are in a file that only its user can read, and the command deletes it: the command line of a process can be
+        read by all users of a host.
+
+        Raises:
+            HostsFailed, HostsRefused: the copy to a host failed.
+        """
+        name = f".mesh-transformer-{secrets.token_hex(8)}"
+        text = "".join(f"export {variable}={shlex.quote(value)}\n" for variable, value in variables.items())
+
+        def action(connection: Any, host: Host) -> Outcome:
+            made = ssh.run(connection, host, f"umask 077 && : > {name}", 60.0)
+            connection.put(io.BytesIO(text.encode()), name)
+            return made
+
+        _checked(self._run_on_all(action, hosts), "sending environment variables")
+        return f". ./{name}; rm -f ./{name}; "
 
     def get(self, source: str, target: Callable[[Host], str], hosts: Iterable[int] | None = None) -> None:
         """Copy a file of each host to the local path `target(host)`.
@@ -191,7 +213,7 @@ def _checked(outcomes: list[Outcome], doing: str) -> list[Outcome]:
         return outcomes
     summary = f"{doing}: {len(failed)} of {len(outcomes)} hosts failed"
     error = HostsRefused if all(outcome.refused for outcome in failed) else HostsFailed
-    raise error("\n".join([summary, *map(str, failed)]), outcomes)
+    raise error([summary, *(line for outcome in failed for line in str(outcome).splitlines())], outcomes)
 
 
 def _shortened(command: Command) -> str:

@@ -19,6 +19,7 @@ from mesh_transformer.cloud.request import Tier, TpuRequest
 from mesh_transformer.cloud.state import Tpu
 from mesh_transformer.cloud.tpus import DAY_S, Tpus
 from mesh_transformer.environment import command_line as local_line
+from mesh_transformer.environment import variables
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.runtime import cli
 
@@ -76,14 +77,18 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
     by_id = {host.worker_id: host for host in pod.hosts}
     if arguments.worker not in by_id:
         raise UserError(f"--worker {arguments.worker}: {arguments.name} has workers 0 to {len(by_id) - 1}")
-    command = ssh.command_line(by_id[arguments.worker], pod.access)
-    os.execvp(command[0], command)
+    program, *words = ssh.command_line(by_id[arguments.worker], pod.access)
+    if chosen := variables(arguments.env):
+        # a terminal, which ssh gives to a shell but not to a command
+        words = ["-t", *words, pod.give(chosen, [arguments.worker]) + 'exec "$SHELL" -l']
+    os.execvp(program, [program, *words])
 
 
 def _run(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    pod = _pod(arguments, tpus)
+    pod, chosen = _pod(arguments, tpus), variables(arguments.env)
+    line = (pod.give(chosen, arguments.worker) if chosen else "") + shell.line_of(arguments.command)
     with _message_on_interrupt("the command may still be running on the hosts"):
-        pod.run(shell.line_of(arguments.command), arguments.worker, timeout_s=arguments.timeout, echo=True)
+        pod.run(line, arguments.worker, timeout_s=arguments.timeout, echo=True)
 
 
 @contextlib.contextmanager
@@ -191,15 +196,21 @@ _CREATE: list[Option] = [
     ("--tag", "network tag of the hosts, for firewall rules; may be repeated",
      {"action": "append", "default": [], "dest": "tags", "metavar": "TAG"}),
 ]  # fmt: skip
+_ENV: Option = (
+    "--env",
+    "environment variable of the command; without a value, that of this environment; may be repeated",
+    {"action": "append", "default": [], "metavar": "NAME[=VALUE]"},
+)
 _WORKER: dict[str, Any] = {"type": int, "metavar": "N"}
 _COMMANDS: list[tuple[Callable[..., None], str, list[Option]]] = [
     (_create, "create a TPU, or use an existing one, and wait until it is ready", [*_LOGIN, *_CREATE]),
     (_list, "list all TPUs of the zone, including queued ones", []),
     (_describe, "print the state, type, hosts and age of a TPU", []),
     (_ssh, "open a shell on one host",
-     [*_HOSTS, ("--worker", "worker id of the host (default: %(default)s)", {**_WORKER, "default": 0})]),
+     [*_HOSTS, _ENV, ("--worker", "worker id of the host (default: %(default)s)", {**_WORKER, "default": 0})]),
     (_run, "run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'", [
         *_HOSTS,
+        _ENV,
         ("--worker", "worker id of a host; may be repeated (default: all hosts)", {**_WORKER, "action": "append"}),
         ("--timeout", "stop the command on a host after S seconds (default: never)", _SECONDS),
     ]),

@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import os
+import shutil
+import subprocess
 import tarfile
 from importlib import metadata
 from pathlib import Path
@@ -73,6 +75,38 @@ def test_invalid_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         archive.pack(
             dict.fromkeys(["train.py", "scripts/s.sh", "configs/c.json"], str(tree(tmp_path))), archive.MAX_BYTES
         )
+
+
+@pytest.mark.parametrize("place", ["mesh_transformer/b.py", "data", "notes.py", "configs/more"])
+def test_a_link_out_of_the_checkout_is_refused(tmp_path: Path, place: str) -> None:
+    """The hosts would get a readable copy of a file that others cannot read here."""
+    root, outside = tree(tmp_path / "root"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "key").touch(0o600)
+    target = outside if place in ("data", "configs/more") else outside / "key"
+    (root / place).symlink_to(target)
+    with pytest.raises(UserError, match=rf"root/{place} is a link to {target}, and the hosts get only what lies in"):
+        archive.code_archive(str(root))
+    (root / place).unlink()
+    (root / "scripts/s2.sh").symlink_to("s.sh")
+    assert archive.code_archive(str(root))
+
+
+def test_files_that_git_does_not_track_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    root = tree(tmp_path)
+    shutil.rmtree(root / ".git")
+    archive.code_archive(str(root))
+    assert not caplog.messages
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", "-C", str(root), *command], check=True)
+    archive.code_archive(str(root))
+    assert not caplog.messages
+    (root / "data").mkdir()
+    for name in ("data/key.pem", "notes.py"):
+        (root / name).touch()
+    archive.code_archive(str(root))
+    assert caplog.messages == ["the code for the hosts has files that git does not track: data/key.pem, notes.py"]
 
 
 def test_archive_of_a_folder(tmp_path: Path) -> None:

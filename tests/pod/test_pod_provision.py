@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -35,7 +36,7 @@ def small_tree(folder: Path, **files: str) -> Path:
     package = folder / "mesh_transformer"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (folder / "scripts").symlink_to(REPO / "scripts")
+    shutil.copytree(REPO / "scripts", folder / "scripts")
     for name, text in files.items():
         (package / f"{name}.py").write_text(text)
     return folder

@@ -168,6 +168,19 @@ def test_files(pod: Pod, tmp_path: Path) -> None:
         pod.get("nothing", lambda host: str(tmp_path / "x"))
 
 
+def test_variables_are_on_no_command_line(pod: Pod) -> None:
+    secret = "it's a 'secret' $HOME\n"
+    begin = pod.give({"TOKEN": secret, "EMPTY": ""}, [0, 2])
+    assert secret not in begin
+    assert [outcome.output for outcome in pod.run("stat -c %a .mesh-transformer-*", [0, 2])] == ["600\n"] * 2
+    outcomes = pod.run(begin + 'printf "%s|%s" "$TOKEN" "${EMPTY-unset}"; tr "\\0" " " </proc/$$/cmdline', [0, 2])
+    for outcome in outcomes:
+        value, _, command = outcome.output.partition("|")
+        assert value == secret
+        assert "secret" not in command
+    assert [outcome.code for outcome in pod.run("ls .mesh-transformer-*", check=False)] == [2] * 4
+
+
 def test_kill_of_a_stopped_process(pod: Pod) -> None:
     pids = output_of(pod, "setsid sleep 1000 >/dev/null 2>&1 & echo $!")
     pid, started = int(pids[3]), int(pod.run(f"cut -d ' ' -f 22 /proc/{pids[3]}/stat", [3])[0].output)

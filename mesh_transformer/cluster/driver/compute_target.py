@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mesh_transformer import files
+from mesh_transformer import files, ray_join
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import code_archive
@@ -33,7 +33,7 @@ from mesh_transformer.cluster.driver.failures import PREEMPTED_STATES
 from mesh_transformer.cluster.driver.supervise import Supervisor
 from mesh_transformer.cluster.host.worker import run_job
 from mesh_transformer.config import Config
-from mesh_transformer.environment import SHIPPED
+from mesh_transformer.environment import SHIPPED, variables
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.slices import SliceType, check_count, counted, parse
@@ -116,14 +116,9 @@ class ComputeTarget:
         """The compute target of a parsed command line.
 
         Raises:
-            UserError: as for the class, or an `--env` is not NAME=VALUE.
+            UserError: as for the class, or as `environment.variables`.
         """
-        given = {**vars(arguments), "zone": arguments.tpu_region, "variables": {}}
-        for text in arguments.env:
-            name, equals, value = text.partition("=")
-            if not equals or not name:
-                raise UserError(f"--env {name}{equals}: give NAME=VALUE")
-            given["variables"][name] = value
+        given = {**vars(arguments), "zone": arguments.tpu_region, "variables": variables(arguments.env)}
         return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls)})
 
     @property
@@ -175,9 +170,8 @@ class ComputeTarget:
                 files.check_credentials()
             yield ProcessCluster(name, self.processes, self.variables, self.slices), Hosts()
             return
-        # checked before a TPU costs anything
-        if importlib.util.find_spec("ray") is None:
-            raise UserError("--tpu and --ray-address need Ray: pip install -r requirements.txt")
+        # before a TPU costs anything
+        ray_join.check_version()
         ray = self.ray_address
         hosts = Hosts(ray, slices=self.slices) if ray is not None else self._slice(config)
         # a late call must not start another cluster

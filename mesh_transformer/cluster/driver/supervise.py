@@ -259,7 +259,8 @@ class Supervisor:
             tail = "" if verdict.worker_id is None else self._statuses[verdict.worker_id].tail
             raise RunError(
                 f"{self._crashes_in_row} crashes without a newer checkpoint in between (cluster.max_crashes "
-                f"{allowed}); the last one: {who}{verdict.reason}\n{tail[-4000:]}"
+                f"{allowed}); the last one: {who}{verdict.reason}",
+                *tail[-4000:].splitlines(),
             )
         pause_s = min(MAX_BACKOFF_S, 2.0 ** (self._crashes_in_row - 1))
         text = "crash %d of %d without a newer checkpoint: restarting in %.0f s"

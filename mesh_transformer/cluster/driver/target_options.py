@@ -18,8 +18,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--preemptible", "cheaper capacity that the cloud may preempt at any time", {"action": "store_true"}),
     ("--ray-address", "run on this Ray cluster, HOST:PORT or auto", {"metavar": "A"}),
     ("--processes", "run in N processes on this machine", {"type": int, "metavar": "N"}),
-    ("--env", "environment variable of the workers; may be repeated",
-     {"action": "append", "default": [], "metavar": "NAME=VALUE"}),
+    ("--env", "environment variable of the workers; without a value, that of this environment; may be repeated",
+     {"action": "append", "default": [], "metavar": "NAME[=VALUE]"}),
     ("--verbose", "show all lines of the workers, also the lines of Gloo, XLA and JAX", {"action": "store_true"}),
     ("--price", "price of a chip-hour; the driver prints the cost of the run", {"type": float, "metavar": "P"}),
 )  # fmt: skip

@@ -5,7 +5,9 @@ import dataclasses
 import errno
 import io
 import os
+import socket
 import sys
+from importlib import metadata
 
 import pytest
 from support.commands import CONFIG, run
@@ -71,14 +73,22 @@ def test_slices_of_a_tpu():
             pass
 
 
-def test_env_of_the_command_line():
+def test_env_of_the_command_line(monkeypatch):
     parser = argparse.ArgumentParser()
     add_target(parser)
     arguments = ["--processes", "2", "--env", "XLA_FLAGS=--a=1 --b", "--env", "EMPTY="]
     assert ComputeTarget.of(parser.parse_args(arguments)).variables == {"XLA_FLAGS": "--a=1 --b", "EMPTY": ""}
-    for wrong in ("NAME", "=value"):
-        with pytest.raises(UserError, match="NAME=VALUE"):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    chosen = ComputeTarget.of(parser.parse_args([*arguments, "--env", "HF_TOKEN"])).variables
+    assert chosen == {"XLA_FLAGS": "--a=1 --b", "EMPTY": "", "HF_TOKEN": "secret"}
+    for wrong, said in {
+        "=value": "--env : give",
+        "A B": "--env A B: give",
+        "NONE": "--env NONE: NONE is not set",
+    }.items():
+        with pytest.raises(UserError, match=said) as raised:
             ComputeTarget.of(parser.parse_args([*arguments, "--env", wrong]))
+        assert "hidden" not in str(raised.value)
 
 
 def test_new_with_yes_deletes_the_runs_folder_alone(old_run, tmp_path):
@@ -198,3 +208,12 @@ def test_a_missing_ray_cluster_gives_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model": {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 257}}')
     _, errors = run("train.py", "--config", "config.json", "--ray-address", "nonsense", cwd=tmp_path, code=2)
     assert errors.splitlines()[-1].startswith("error: no Ray cluster answers at nonsense")
+
+
+@pytest.mark.parametrize("options", [{"tpu": "pod", "zone": "us-central2-b"}, {"ray_address": "127.0.0.1:6379"}])
+def test_an_old_ray_is_refused_before_a_host_is_touched(monkeypatch, options):
+    monkeypatch.setattr(metadata, "version", lambda name: "2.51.0")
+    monkeypatch.setattr(ComputeTarget, "_slice", lambda *_: pytest.fail("asked for a TPU"))
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked the head"))
+    with pytest.raises(UserError, match=r"^this is Ray 2\.51\.0, "), ComputeTarget(**options).open(config()):
+        pass
