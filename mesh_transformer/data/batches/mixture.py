@@ -187,7 +187,8 @@ def _checked(position: Any) -> tuple[int, str | None, dict[str, SourceProgress]]
         step, order = position["step"], position.get("order")
         if type(step) is not int or step < 0 or not isinstance(order, str | None):
             raise ValueError("no step")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    # OverflowError: a whole number that no float holds
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(f"the stored data position cannot be read: {position!r}"[:500]) from error
     return step, order, progress
 
