@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 
+# those that move a terminal's cursor, end a line, or change the order of what stands beside them; a tab does not
+_CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class UserError(ValueError):
-    """Bad input: the message says what was given, what is allowed and what to change.
+def shown(text: str) -> str:
+    """A text on one line of a terminal or a log: control characters are escaped, as `\\x1b` and `\\n`.
+
+    Names of files, members of archives, tensors and keys, and texts of other programs, come from strangers.
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class _Lines(Exception):
+    """An exception whose message has a line for each argument, on which `shown` escapes control characters."""
+
+    def __str__(self) -> str:
+        return "\n".join(shown(str(argument)) for argument in self.args)
+
+
+class UserError(_Lines, ValueError):
+    """Bad input: the message says what was given, what is allowed and what to change. Each argument is a line.
 
     Entry points print only the message and exit with code 2. Every other exception is a bug or a failure of the machine
     and is printed with its traceback.
@@ -30,7 +48,7 @@ class BadDataError(UserError):
         self.place, self.kind, self.reason = place, kind, reason
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.reason}"
+        return shown(f"{self.place}: {self.reason}")
 
 
 class CredentialsError(UserError):
@@ -38,8 +56,9 @@ class CredentialsError(UserError):
     temporary."""
 
 
-class RunError(RuntimeError):
-    """A run that cannot continue for a reason that is not a bug, such as a loss that is not finite.
+class RunError(_Lines, RuntimeError):
+    """A run that cannot continue for a reason that is not a bug, such as a loss that is not finite. Each argument is a
+    line.
 
     Entry points print only the message and exit with code 1.
     """

@@ -1,5 +1,6 @@
 """The output of a run: log lines, a progress bar and metric files."""
 
+import copy
 import html
 import json
 import logging
@@ -15,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from mesh_transformer import liveness
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import RunError, UserError, shown
 
 if TYPE_CHECKING:
     # the parsers of arguments use this module, and the config takes a second
@@ -43,11 +44,25 @@ def set_up(level: int = logging.INFO) -> None:
 
 
 class _BarFriendly(logging.Formatter):
-    """On a terminal, clears the line first, because it may show a progress bar."""
+    """On a terminal, clears the line first, because it may show a progress bar. Control characters are escaped, and the
+    line feeds in arguments of a message, which may be names from strangers."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        if isinstance(record.args, tuple):
+            # other handlers get the record as it is
+            record = copy.copy(record)
+            record.args = tuple(map(_escaped, record.args or ()))
+        text = "\n".join(map(shown, super().format(record).split("\n")))
         return "\r\x1b[K" + text if sys.stderr.isatty() else text
+
+
+def _escaped(argument: object) -> object:
+    """An argument of a message, on one line if it is a text, a path or the error of a library."""
+    if isinstance(argument, str | os.PathLike) or (
+        isinstance(argument, Exception) and not isinstance(argument, UserError | RunError)
+    ):
+        return shown(str(argument))
+    return argument
 
 
 class Progress:

@@ -53,9 +53,9 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     differences = [f"model.{name}: the config has {ours[name]}, the checkpoint {stored[name]}" for name in wrong]
     sets = " ".join(f"--set model.{name}={_argument(stored[name])}" for name in wrong)
     raise UserError(
-        f"{where} does not match this config:\n  "
-        + "\n  ".join(differences)
-        + f"\nuse the checkpoint's values ({sets}), or choose another checkpoint or checkpoint.model_dir"
+        f"{where} does not match this config:",
+        *(f"  {difference}" for difference in differences),
+        f"use the checkpoint's values ({sets}), or choose another checkpoint or checkpoint.model_dir",
     )
 
 

@@ -174,9 +174,9 @@ class CheckpointStore:
                 log.warning("checkpoint step %d in %s is damaged and skipped: %s", step, self._root, damage)
         if reasons:
             raise UserError(
-                f"no checkpoint in {self._root} can be restored:\n"
-                + "\n".join(f"  step {number}: {reason}" for number, reason in reasons.items())
-                + "\nchoose another checkpoint.model_dir to start a new run"
+                f"no checkpoint in {self._root} can be restored:",
+                *(f"  step {number}: {reason}" for number, reason in reasons.items()),
+                "choose another checkpoint.model_dir to start a new run",
             )
         return None
 

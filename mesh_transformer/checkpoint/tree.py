@@ -76,7 +76,5 @@ def load_tree(root: str, like: Any, *, step: int | None = None, part: bool = Fal
     with files.remote_call(root):
         source = fail_together(partial(NativeSource, store.folder(found)))
         if wrong := manifests.differences(source.manifest, {TOP: like}, part=part):
-            raise UserError(
-                f"{source.where} holds another tree than `like`:\n  {wrong}\ngive a tree like the saved one"
-            )
+            raise UserError(f"{source.where} holds another tree than `like`:", *wrong, "give a tree like the saved one")
         return Checkpoint(found, restore(source, {TOP: like}, part=part)[TOP], source.extra)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.errors import RunError, UserError, shown
 
 KEY_FILES = ("~/.ssh/google_compute_engine", "~/.ssh/id_ed25519", "~/.ssh/id_rsa")
 # lines of a failed host's output in an error message
@@ -90,12 +90,12 @@ class Outcome:
     def __str__(self) -> str:
         reason = self.error or f"exit code {self.code}"
         lines = self.output.rstrip().splitlines()[-SHOWN_LINES:]
-        return "\n".join([f"{self.host}: {reason}", *(f"  {line}" for line in lines)])
+        return "\n".join(shown(line) for line in [f"{self.host}: {reason}", *(f"  {line}" for line in lines)])
 
 
 class _HostsError(Exception):
-    def __init__(self, message: str, outcomes: Sequence[Outcome]):
-        super().__init__(message)
+    def __init__(self, lines: Sequence[str], outcomes: Sequence[Outcome]):
+        super().__init__(*lines)
         self.outcomes = tuple(outcomes)
 
 

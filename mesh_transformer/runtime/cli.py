@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from mesh_transformer import cpu_devices, environment
-from mesh_transformer.errors import RunError, UserError, out_of_memory
+from mesh_transformer.errors import RunError, UserError, out_of_memory, shown
 
 T = TypeVar("T")
 # a search for garbage after so many new objects; the default of CPython 3.11 is 700
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {shown(message)}; see {self.prog} --help\n")
 
 
 def parser(description: str, *, needs_config: bool = False) -> argparse.ArgumentParser:

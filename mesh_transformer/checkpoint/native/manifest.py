@@ -27,6 +27,8 @@ DTYPES = {
 }
 # the kind of the checksums, as a manifest names it
 WEIGHTED = "weighted"
+# tensors that a message names
+_MOST_DIFFERENCES = 5
 
 
 class TensorSpec(NamedTuple):
@@ -117,21 +119,23 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
     """
     if wrong := differences(manifest, abstract, part=part, any_float=any_float):
         raise UserError(
-            f"{where} does not match this config:\n  {wrong}\nset the groups model and optimizer as at the start of "
-            "the run, or choose another checkpoint.model_dir"
+            f"{where} does not match this config:",
+            *wrong,
+            "set the groups model and optimizer as at the start of the run, or choose another checkpoint.model_dir",
         )
 
 
-def differences(manifest: Manifest, abstract: Any, *, part: bool, any_float: bool = False) -> str:
-    """What `check_fits` refuses, one line for each tensor; empty if all match."""
+def differences(manifest: Manifest, abstract: Any, *, part: bool, any_float: bool = False) -> list[str]:
+    """What `check_fits` refuses, one line for each of the first tensors; empty if all match."""
     requested = {name: TensorSpec(tuple(x.shape), str(x.dtype), 0) for name, x in flatten(abstract).items()}
     names = list(requested) if part else list(dict.fromkeys([*requested, *manifest.tensors]))
     wrong = []
     for name in names:
         expected, found = requested.get(name), manifest.tensors.get(name)
         if expected is None or found is None or not _fits(name, expected, found, any_float):
-            wrong.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
-    return listed(wrong, between="\n  ") if wrong else ""
+            wrong.append(f"  {name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
+    more = len(wrong) - _MOST_DIFFERENCES
+    return [*wrong[:_MOST_DIFFERENCES], *([f"  and {more} more"] if more > 0 else [])]
 
 
 def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -> bool:
