@@ -138,7 +138,9 @@ def _example(cells: dict[str, Any], place: str) -> Iterator[Item]:
 
 
 def _not_text(error: UnicodeDecodeError, place: str) -> Bad:
-    return Bad(place, "not UTF-8", f"{place}: not UTF-8 text ({error.reason}): write the column as strings again")
+    return Bad.of(
+        BadDataError(place, "not UTF-8", f"not UTF-8 text ({error.reason}): write the column as strings again")
+    )
 
 
 def _document(value: Any, place: str) -> Iterator[Item]:

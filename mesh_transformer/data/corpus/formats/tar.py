@@ -43,7 +43,7 @@ def _member(
     problem = _problem(member, stream is None, list(streams))
     if data is None or stream is None or problem is not None:
         kind, reason = problem or ("no file", "not a file")
-        yield Bad(place, kind, f"{place}: {reason}")
+        yield Bad.of(BadDataError(place, kind, reason))
         return
     try:
         yield from stream(inflated(data, compression, place, account) if compression else data, place, column)
