@@ -92,6 +92,10 @@ class Served:
         """The protocols of the open connections."""
         return self._service._server.server_state.connections
 
+    def allow_connections(self, most: int) -> None:
+        """Set the largest number of open connections."""
+        self._service._server._most = most
+
     def terminate(self) -> None:
         """Stop the server as SIGTERM does."""
         self._home.call_soon_threadsafe(self._signals[0].set)

@@ -1,7 +1,7 @@
 """Access to the server, before any route.
 
-`BoundedConnection` limits the number of sockets and the time that they may idle. `AccessMiddleware` checks the API key
-and the size and time of a body, and handles CORS and HEAD.
+`BoundedConnection` limits the time that a socket may idle; accept.py limits their number. `AccessMiddleware` checks the
+API key and the size and time of a body, and handles CORS and HEAD.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh_transformer.runtime.serving.cors import Cors
 from mesh_transformer.runtime.serving.responses import ApiError, ClientGone, invalid, to_json, unavailable
+from mesh_transformer.runtime.serving.socket_counts import CountedState
 
 # time for the head of a request, from the opening of the socket or from the first byte after the previous response
 HEAD_S = 15.0
 # time for a client to read the data in the send buffer, in addition to the time at the slowest allowed rate
 STALL_S = 30.0
 SLOWEST_BYTES_A_SECOND = 16 << 10
-# time for a client to read the refusal of its connection
-_REFUSED_S = 1.0
 MAX_BODY_BYTES = 4 << 20
 # limits for the bodies of requests without a response: of all clients, and of one client
 MAX_BODIES_BYTES, MAX_CLIENT_BODIES_BYTES = 64 << 20, 16 << 20
@@ -194,16 +193,18 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class BoundedConnection(H11Protocol):
     """A client's socket. It is closed when a time limit passes, which cancels its request.
 
-    Args:
-        most: the largest number of open sockets. A further one replaces an idle one. Without an idle one, it gets a 503
-            response and is closed.
+    Attributes:
+        opened_at: when it was opened, by the loop's clock.
+        silent: whether no byte has arrived on it.
     """
 
-    def __init__(self, *args: Any, most: int, **named: Any):
+    server_state: CountedState
+
+    def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
-        self._most = most
-        self._refused = False
-        # runs while the server waits for the head of a request, or closes a refused connection
+        self.opened_at = asyncio.get_running_loop().time()
+        self.silent = True
+        # runs while the server waits for the head of a request
         self._head = _Timer()
         # runs while the send buffer is full
         self._stalled = _Timer()
@@ -215,14 +216,10 @@ class BoundedConnection(H11Protocol):
         # call `pause_writing` as soon as data is buffered
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
-        if len(self.connections) > self._most and not self._close_an_idle_one():
-            self._refuse()
-        else:
-            self._head.start(HEAD_S, transport.abort)
+        self._head.start(HEAD_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
+        self.silent = False
         super().data_received(data)
         if self._busy:
             self._head.stop()
@@ -245,8 +242,9 @@ class BoundedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with OpenAI's error object. `msg` is uvicorn's message."""
+        self.server_state.counts.add("with bytes that are not HTTP", self.client_address)
         if not (self._busy and self.cycle.response_started):
-            self.transport.write(_answer(b"400 Bad Request", invalid(msg).body))
+            self.transport.write(closing_answer(b"400 Bad Request", invalid(msg).body))
         self.transport.close()
 
     @property
@@ -255,24 +253,14 @@ class BoundedConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def _idle(self) -> bool:
+    def idle(self) -> bool:
         """Whether the last response is complete and no byte of another request has arrived."""
         return self.cycle is not None and self.cycle.response_complete and not self._head.runs
 
-    def _close_an_idle_one(self) -> bool:
-        for other in self.connections:
-            if isinstance(other, BoundedConnection) and other._idle and not other.transport.is_closing():
-                other.transport.abort()
-                return True
-        return False
-
-    def _refuse(self) -> None:
-        self._refused = True
-        message = f"the server has {self._most} open connections, its limit: retry later"
-        error = unavailable(message, code="too_many_connections", retry_after_s=1)
-        self.transport.write(_answer(b"503 Service Unavailable", error.body, b"Retry-After: 1\r\n"))
-        self.transport.write_eof()
-        self._head.start(_REFUSED_S, self.transport.abort)
+    @property
+    def client_address(self) -> str:
+        """The address of the client, without its port."""
+        return self.client[0] if self.client else ""
 
 
 class _Timer:
@@ -296,7 +284,8 @@ class _Timer:
             self._handle = None
 
 
-def _answer(status: bytes, body: Any, headers: bytes = b"") -> bytes:
+def closing_answer(status: bytes, body: Any, headers: bytes = b"") -> bytes:
+    """The bytes of an answer with an error object, after which the connection is closed."""
     content = to_json(body).encode("ascii")
     return b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n%s\r\n%s" % (
         status,

@@ -1,7 +1,6 @@
 """The server from its arguments to its exit code: implements device_serve.py."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import ipaddress
@@ -13,9 +12,8 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import jax
 import uvicorn
@@ -25,6 +23,7 @@ from mesh_transformer.checkpoint.open import Checkpoint, split_step
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.serving.accept import SPARE_CONNECTIONS, Server, raise_file_limit
 from mesh_transformer.runtime.serving.access import BoundedConnection
 from mesh_transformer.runtime.serving.app import make_app
 from mesh_transformer.runtime.serving.cors import check_origin
@@ -44,10 +43,6 @@ _LAST_BYTES_S = 5.0
 _LAST_STEP_S = 5.0
 # longer than clients and proxies keep an idle connection, so that they do not use a closed one
 _KEEP_ALIVE_S = 75
-# connections in addition to one for each sequence that runs or waits
-_SPARE_CONNECTIONS = 256
-# file descriptors of this process that connections must leave free
-_SPARE_FILES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +99,10 @@ def run(
     """
     platforms.require_one_process()
     logs.set_up()
-    # asyncio warns about each client that disconnects during a stream
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    # asyncio warns about each client that disconnects during a stream, uvicorn about bytes that are not HTTP
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    raise_file_limit()
     config, checkpoint = config_for(config_path, overrides, options.checkpoint)
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
     platforms.open_devices()
@@ -145,19 +142,17 @@ class Service:
         drain_s: float,
     ):
         self._model, self._loop, self._listener, self._drain_s = model, model.loop, listener, drain_s
-        most = connection_limit(model.loop.slots + model.loop.max_queue)
-        self._server = _Server(
-            uvicorn.Config(
-                make_app(model, keys, allow_origins),
-                http=cast(type[asyncio.Protocol], functools.partial(BoundedConnection, most=most)),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
+        config = uvicorn.Config(
+            make_app(model, keys, allow_origins),
+            http=BoundedConnection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
+        self._server = Server(config, model.loop.slots + model.loop.max_queue + SPARE_CONNECTIONS)
 
     async def run(self, stopping: asyncio.Event, stop_now: asyncio.Event) -> bool:
         """Serve until `stopping` is set or the engine ends, then drain until `stop_now` is set.
@@ -192,20 +187,6 @@ class Service:
         await serving
         self._model.close()
         return await stopped
-
-
-class _Server(uvicorn.Server):
-    def cut_off(self) -> int:
-        """Close all connections. Returns their number."""
-        connections = list(self.server_state.connections)
-        for connection in connections:
-            connection.transport.abort()
-        return len(connections)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Disable uvicorn's signal handlers: while the server drains, the port stays open, and the exit code is 0."""
-        yield
 
 
 async def _until_signal(service: Service) -> bool:
@@ -262,18 +243,6 @@ def read_keys(path: str) -> list[bytes]:
     if mode & stat.S_IROTH:
         log.warning("all users of this machine can read --api-key-file %s: run chmod 600 on it", path)
     return keys
-
-
-def connection_limit(sequences: int) -> int:
-    """The largest number of open connections, if `sequences` can run or wait."""
-    wanted = sequences + _SPARE_CONNECTIONS
-    try:
-        # Windows has neither the module nor the limit
-        import resource
-    except ImportError:
-        return wanted
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(wanted, files - _SPARE_FILES))
 
 
 def bind(host: str, port: int) -> socket.socket:

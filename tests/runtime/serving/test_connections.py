@@ -1,18 +1,21 @@
 """Clients that send nothing, send slowly or do not read: they use bounded resources, and other clients are served."""
 
-import resource
+import contextlib
 import socket
 import threading
 import time
 
 import httpx
+import psutil
 import pytest
+from support.commands import finish
+from support.processes import process, wait_for_health
 from support.served import KEY, expected, refusal, serve, text_of
 from support.waiting import LONG_S, until
 from support.wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.serving import access, start
+from mesh_transformer.runtime.serving import access
 
 SOON = 0.3
 
@@ -120,13 +123,15 @@ def test_a_slow_reader_gets_all(monkeypatch):
     assert time.monotonic() - began > 2
 
 
-def test_more_sockets_than_are_taken(monkeypatch):
-    monkeypatch.setattr(start, "connection_limit", lambda sequences: 3)
+def test_more_sockets_than_are_taken(caplog):
     with serve() as server:
+        server.allow_connections(3)
         server.client.close()
         until(lambda: server.open_connections == 0)
         kept = [connect(server.url) for _ in range(3)]
-        until(lambda: server.open_connections == 3)
+        for client in kept:
+            client.sendall(ask()[:1])
+        until(lambda: [connection.silent for connection in server.connections] == [False] * 3)
         with connect(server.url) as refused:
             refused.sendall(ask())
             answer = read_to_end(refused)
@@ -134,19 +139,55 @@ def test_more_sockets_than_are_taken(monkeypatch):
         assert b"Retry-After: 1" in answer
         assert body_of(answer)["error"]["code"] == "too_many_connections"
         until(lambda: server.open_connections == 3)
-        kept[0].sendall(ask())
+        kept[0].sendall(ask()[1:])
         receive(kept[0], b'"total_tokens":61}}')  # now it is idle, so a new connection replaces it
         with connect(server.url) as taken:
             taken.sendall(ask())
             receive(taken, b"200 OK")
+        # the oldest that has sent nothing gives way, not the one whose request is answered
         for client in kept:
             client.close()
+        until(lambda: server.open_connections == 0)
+        with connect(server.url) as answered, connect(server.url) as silent, connect(server.url) as other:
+            answered.sendall(ask())
+            receive(answered, b'"total_tokens":61}}')
+            until(lambda: server.open_connections == 3)
+            with connect(server.url) as taken:
+                assert read_to_end(silent) == b""
+                for client in (answered, other, taken):
+                    client.sendall(ask())
+                    receive(client, b'"total_tokens":61}}')
+    # one line each, whatever their number
+    assert sorted(message.split(":")[0] for message in caplog.messages if message.startswith("sockets ")) == [
+        "sockets closed that had sent nothing, for others",
+        "sockets refused",
+    ]
 
 
-def test_connections_leave_room_for_other_files(monkeypatch):
-    assert start.connection_limit(72) == 328
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
-    assert start.connection_limit(72) == 192
+def test_a_burst_of_silent_sockets(tmp_path):
+    """With 128 files, as with 1,500 sockets and 1,024 files: the process goes on, and a kept connection is answered."""
+    request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with process(tmp_path, FAKE_WARM_UP="1") as (child, url), connect(url) as kept:
+        psutil.Process(child.pid).rlimit(psutil.RLIMIT_NOFILE, (128, 128))
+        kept.sendall(request)
+        receive(kept, b'"object":"list"')
+        answers, end = 0, time.monotonic() + 3
+        while time.monotonic() < end or answers < 20:
+            with contextlib.ExitStack() as stack:
+                for _ in range(300):
+                    silent = stack.enter_context(socket.socket())
+                    silent.setblocking(False)
+                    silent.connect_ex(kept.getpeername())
+                for _ in range(5):
+                    kept.sendall(request)
+                    receive(kept, b'"object":"list"')
+                    answers += 1
+        wait_for_health(url)
+        child.terminate()
+        _, log = finish(child)
+    assert "Too many open files" not in log
+    assert "sockets closed that had sent nothing, for others: " in log
+    assert len(log.splitlines()) < 20
 
 
 def test_all_bodies_together_are_bounded(monkeypatch):
