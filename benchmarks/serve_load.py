@@ -47,6 +47,8 @@ class Load:
         self._client, self._context = client, context
         self._random = random.Random(seed)
         self._reference: str | None = None
+        # from a streamed request to its first line, seconds
+        self.first_s: list[float] = []
 
     async def send_until(self, deadline: float) -> None:
         """Run one client."""
@@ -83,9 +85,15 @@ class Load:
             self._answered(len(ends) == body.get("n", 1) and None not in ends)
 
     async def _stream(self) -> None:
+        began = time.perf_counter()
         async with self._client.stream("POST", COMPLETIONS, json=self._body(stream=True)) as response:
             if self._has(response, 200, "accepted"):
-                lines = [line async for line in response.aiter_lines() if line]
+                lines = []
+                async for line in response.aiter_lines():
+                    if not lines:
+                        self.first_s.append(time.perf_counter() - began)
+                    if line:
+                        lines.append(line)
                 self._answered(lines[-1] == "data: [DONE]" and '"error"' not in lines[-2])
 
     async def _leave_stream(self) -> None:
@@ -167,6 +175,7 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
         seconds = time.monotonic() - began
         after = await _at_rest(client)
     gained = {name: after[f"{name}_total"] - before[f"{name}_total"] for name in TOTALS}
+    cpu_s = after["process_cpu_seconds_total"] - before["process_cpu_seconds_total"]
     counts = {re.sub(": |[ -]", "_", name): count for name, count in sorted(load.counts.items())}
     figures = {
         "minutes": round(seconds / 60, 2),
@@ -179,6 +188,9 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
         "leaked_slots": int(after["requests_running"]),
         "leaked_waiting": int(after["requests_waiting"]),
         "tokens_per_second": round(gained["generated_tokens"] / seconds, 1),
+        "tokens_per_cpu_second": round(gained["generated_tokens"] / cpu_s, 1),
+        "first_token_ms_median": round(1000 * statistics.median(load.first_s), 1),
+        "first_token_ms_p99": round(1000 * statistics.quantiles(load.first_s, n=100)[98], 1),
         "reused_prompt_tokens": int(gained["reused_prompt_tokens"]),
     }
     for when, found in {"settled": settled, "end": after}.items():

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import itertools
 import operator
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
+
+# while requests wait, the longest step: one of them may get the slot of a request that ends at a stop token
+WAITING_S = 0.1
 
 
 class QueueFull(Exception):
@@ -109,13 +113,24 @@ class Scheduler:
     Args:
         engine: the engine. Only this scheduler may use it.
         max_queue: how many requests may wait, in addition to those for which a slot is free.
-        max_steps: tokens per request and step while no request waits. A request that arrives meanwhile waits for the
-            whole step.
+        max_steps: tokens per request and step while no request can be admitted. A request that arrives meanwhile waits
+            for the whole step.
         min_copy: a prefix with fewer tokens is computed again instead of copied from another slot.
+        clock: seconds, for the time of a token while requests wait.
     """
 
-    def __init__(self, engine: Engine, *, max_queue: int, max_steps: int = 8, min_copy: int = 8):
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queue: int,
+        max_steps: int = 8,
+        min_copy: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._engine, self._time = engine, clock
+        # of a token of all running requests, in the last step
+        self._token_s = 0.0
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
         # in order of arrival
         self._waiting: dict[int, _Request] = {}
@@ -170,7 +185,8 @@ class Scheduler:
                 self._release(slot)
 
     def step(self) -> list[RequestOutput]:
-        """Compute prompt chunks and one token of each running request, or several tokens of each if no request waits.
+        """Compute prompt chunks and one token of each running request, or several tokens of each if no request can be
+        admitted before.
 
         Returns:
             An output for each request that has new tokens or is finished. Empty if there are no requests.
@@ -178,7 +194,7 @@ class Scheduler:
         outputs: dict[int, RequestOutput] = {}
         while self._admit():
             pass
-        steps = 1 if self._prefilling or self._waiting else self._max_steps
+        blocked = bool(self._prefilling or (self._waiting and self._free()))
         if self._prefilling:
             self._prefill(outputs)
         left = [
@@ -187,12 +203,28 @@ class Scheduler:
             if slot.request is not None and slot not in self._prefilling
         ]
         if left:
-            for emitted in self._engine.generate(min(steps, max(left))):
+            steps = 1 if blocked else self._most_steps(left)
+            began = self._time()
+            generated = self._engine.generate(steps)
+            self._token_s = (self._time() - began) / steps
+            for emitted in generated:
                 slot = self._slots[emitted.slot]
                 # this step wrote the previous token to the cache
                 slot.cached += 1
                 self._record_token(slot, emitted, outputs)
         return list(outputs.values())
+
+    def _most_steps(self, left: Sequence[int]) -> int:
+        """Tokens of each running request until something else can be done: until all have ended, or, while requests
+        wait, the first of them, and at most WAITING_S.
+
+        Args:
+            left: tokens that each running request may still get.
+        """
+        if not self._waiting:
+            return min(self._max_steps, max(left))
+        in_time = int(WAITING_S / self._token_s) if self._token_s else 1
+        return max(1, min(self._max_steps, min(left), in_time))
 
     def run(self) -> Iterator[RequestOutput]:
         """The outputs of all steps, until all requests are finished."""

@@ -61,17 +61,37 @@ def test_steps_at_once_when_nobody_waits(max_steps, calls):
     assert c.calls("generate") == [("generate", n) for n in [1, *calls]]
 
 
-def test_one_token_at_a_time_while_somebody_waits_for_a_slot():
-    c = Collector(slots=1, max_steps=8)
+@pytest.mark.parametrize(("token_s", "calls"), [(0.001, [1, 3]), (0.03, [1, 3]), (0.04, [1, 2, 1]), (9.0, [1] * 4)])
+def test_steps_while_somebody_waits_for_a_slot(token_s, calls):
+    """Until the first request may end, and at most 100 ms by the time of a token; the first call measures it."""
+    c = Collector(slots=1, max_steps=8, token_s=token_s)
     c.run((PROMPT[:3], params(5)), (OTHER[:3], params(5)))
     assert c.calls("insert", "generate") == [
         ("insert", 0, None, 0),
-        *[("generate", 1)] * 4,
+        *[("generate", steps) for steps in calls],
         ("insert", 0, None, 0),
         ("generate", 1),
         ("generate", 3),
     ]
     assert c.admitted == [0, 1]
+
+
+def test_steps_end_with_the_first_request_that_may_end():
+    c = Collector(slots=2, max_steps=8)
+    c.run((PROMPT[:3], params(20)), (OTHER[:3], params(7)), (OTHER[3:9], params(2)))
+    assert [steps for _, steps in c.calls("generate")] == [1, 5, 1, 8, 4]
+
+
+def test_one_token_at_a_time_while_a_slot_is_free():
+    """A prompt that waits for the prefix of another one gets its slot in the next step."""
+    c = Collector(slots=3, max_steps=8, max_prefill_tokens=20)
+    c.submit(0, PROMPT[:3], params(20))
+    c.step()
+    c.submit(1, OTHER[:18], params(9))
+    c.submit(2, OTHER[:18] + [1], params(9))
+    c.calls()
+    c.step()
+    assert c.calls("generate") == [("generate", 1)]
 
 
 def test_a_conversation_goes_on_in_its_slot():

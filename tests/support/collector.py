@@ -6,11 +6,16 @@ from support.fake_engine import Completion, FakeEngine, alone
 
 
 class Collector:
-    """Runs a scheduler and collects its outputs by request."""
+    """Runs a scheduler and collects its outputs by request. By the scheduler's clock, a token takes `token_s`."""
 
-    def __init__(self, *, max_queue: int = 100, max_steps: int = 8, min_copy: int = 8, **engine):
+    def __init__(
+        self, *, max_queue: int = 100, max_steps: int = 8, min_copy: int = 8, token_s: float = 0.001, **engine
+    ):
         self.engine = FakeEngine(**engine)
-        self.scheduler = Scheduler(self.engine, max_queue=max_queue, max_steps=max_steps, min_copy=min_copy)
+        self.scheduler = Scheduler(
+            self.engine, max_queue=max_queue, max_steps=max_steps, min_copy=min_copy,
+            clock=lambda: token_s * self.engine.steps,
+        )  # fmt: skip
         self.requests: dict[int, tuple[list[int], SamplingParams]] = {}
         self.got: dict[int, Completion] = {}
         self.admitted: list[int] = []
