@@ -19,14 +19,14 @@ def shown(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-class _Lines(Exception):
+class EscapedError(Exception):
     """An exception whose message has a line for each argument, on which `shown` escapes control characters."""
 
     def __str__(self) -> str:
         return "\n".join(shown(str(argument)) for argument in self.args)
 
 
-class UserError(_Lines, ValueError):
+class UserError(EscapedError, ValueError):
     """Bad input: the message says what was given, what is allowed and what to change. Each argument is a line.
 
     Entry points print only the message and exit with code 2. Every other exception is a bug or a failure of the machine
@@ -56,7 +56,7 @@ class CredentialsError(UserError):
     temporary."""
 
 
-class RunError(_Lines, RuntimeError):
+class RunError(EscapedError, RuntimeError):
     """A run that cannot continue for a reason that is not a bug, such as a loss that is not finite. Each argument is a
     line.
 

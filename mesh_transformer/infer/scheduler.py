@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import itertools
 import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -116,7 +115,7 @@ class Scheduler:
         max_steps: tokens per request and step while no request can be admitted. A request that arrives meanwhile waits
             for the whole step.
         min_copy: a prefix with fewer tokens is computed again instead of copied from another slot.
-        clock: seconds, for the time of a token while requests wait.
+        clock: seconds: while requests wait, a step takes at most WAITING_S. None: steps have no limit in time.
     """
 
     def __init__(
@@ -126,11 +125,11 @@ class Scheduler:
         max_queue: int,
         max_steps: int = 8,
         min_copy: int = 8,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ):
         self._engine, self._time = engine, clock
-        # of a token of all running requests, in the last step
-        self._token_s = 0.0
+        # of a token of all running requests, in the last step; None: no clock, or a clock that did not go on
+        self._token_s: float | None = None
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
         # in order of arrival
         self._waiting: dict[int, _Request] = {}
@@ -203,11 +202,7 @@ class Scheduler:
             if slot.request is not None and slot not in self._prefilling
         ]
         if left:
-            steps = 1 if blocked else self._most_steps(left)
-            began = self._time()
-            generated = self._engine.generate(steps)
-            self._token_s = (self._time() - began) / steps
-            for emitted in generated:
+            for emitted in self._generate(1 if blocked else self._most_steps(left)):
                 slot = self._slots[emitted.slot]
                 # this step wrote the previous token to the cache
                 slot.cached += 1
@@ -223,8 +218,17 @@ class Scheduler:
         """
         if not self._waiting:
             return min(self._max_steps, max(left))
-        in_time = int(WAITING_S / self._token_s) if self._token_s else 1
+        in_time = self._max_steps if self._token_s is None else int(WAITING_S / self._token_s)
         return max(1, min(self._max_steps, min(left), in_time))
+
+    def _generate(self, steps: int) -> list[EmittedToken]:
+        """Tokens of the running requests. Measures the time of a token."""
+        if self._time is None:
+            return self._engine.generate(steps)
+        began = self._time()
+        generated = self._engine.generate(steps)
+        self._token_s = (self._time() - began) / steps or None
+        return generated
 
     def run(self) -> Iterator[RequestOutput]:
         """The outputs of all steps, until all requests are finished."""

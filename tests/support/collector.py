@@ -14,7 +14,7 @@ class Collector:
         self.engine = FakeEngine(**engine)
         self.scheduler = Scheduler(
             self.engine, max_queue=max_queue, max_steps=max_steps, min_copy=min_copy,
-            clock=lambda: token_s * self.engine.steps,
+            clock=lambda: token_s * self.engine.computed_steps,
         )  # fmt: skip
         self.requests: dict[int, tuple[list[int], SamplingParams]] = {}
         self.got: dict[int, Completion] = {}

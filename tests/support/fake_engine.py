@@ -114,7 +114,7 @@ class FakeEngine:
         # ("insert", slot, source, reused), ("prefill", slot, start, stop), ...
         self.calls: list[tuple] = []
         # of all calls of `generate`
-        self.steps = 0
+        self.computed_steps = 0
 
     def holds(self, slot: int, length: int) -> bool:
         if self.ring is None:
@@ -171,7 +171,7 @@ class FakeEngine:
         assert steps >= 1
         emitted = []
         for step in range(steps):
-            self.steps += 1
+            self.computed_steps += 1
             running = [slot for slot, s in sorted(self.in_use.items()) if s.tokens and not s.finished]
             assert step or running, "there is nothing to generate"
             if running:

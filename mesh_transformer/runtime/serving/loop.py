@@ -136,12 +136,13 @@ class EngineLoop:
         """End the thread after its current step. Returns False if it does not end within `seconds`, as during a
         compilation."""
         self._inbox.put(None)
+        deadline = time.monotonic() + seconds
         try:
             await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
             return False
         # the thread frees the engine; Python must not exit during that
-        await asyncio.to_thread(self._thread.join, seconds)
+        await asyncio.to_thread(self._thread.join, max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -149,7 +150,7 @@ class EngineLoop:
             engine = self._open_engine()
             warming = engine.warm_up()
             next(warming)
-            scheduler = Scheduler(engine, max_queue=self.max_queue)
+            scheduler = Scheduler(engine, max_queue=self.max_queue, clock=time.perf_counter)
             self._stats = scheduler.stats
             self._home.call_soon_threadsafe(self._ready, engine.context)
             self._serve(scheduler, warming)
