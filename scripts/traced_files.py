@@ -114,9 +114,11 @@ def request(entered: Entered) -> None:
     from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
     from mesh_transformer.infer.cpu.packed import pack
     from mesh_transformer.infer.engine import SlotEngine
+    from mesh_transformer.runtime.serving.app import make_app
+    from mesh_transformer.runtime.serving.keys import ApiKeys
     from mesh_transformer.runtime.serving.loop import EngineLoop
     from mesh_transformer.runtime.serving.model import ServedModel
-    from mesh_transformer.runtime.serving.start import Service, bind
+    from mesh_transformer.runtime.serving.start import ServeOptions, Service, bind
 
     class Engine(SlotEngine):
         def warm_up(self) -> Iterator[None]:
@@ -131,7 +133,9 @@ def request(entered: Entered) -> None:
     engine = Engine(placement.for_decoding(), pack(parts, model.decoder), slots=1)
     loop, listener = EngineLoop(lambda: engine, slots=1, max_queue=1), bind("127.0.0.1", 0)
     served = ServedModel("tiny", model.decoder.n_vocab, ByteTokenizer(), loop, 600.0)
-    service = Service(served, [], (), listener, 30.0)
+    keys = ApiKeys()
+    app = make_app(served, keys, (), ServeOptions().names(listener, keys))
+    service = Service(served, app, listener, 30.0)
 
     def ask() -> None:
         client = http.client.HTTPConnection(*listener.getsockname(), timeout=600)

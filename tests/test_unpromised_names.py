@@ -112,7 +112,9 @@ NAMES = [
     Name(_PROTOCOL[0], f"{_PROTOCOL[1]}.resume_writing", (), "runtime/serving/access.py"),
     Name(_PROTOCOL[0], f"{_PROTOCOL[1]}.connection_lost", ("exc",), "runtime/serving/access.py"),
     Name(_PROTOCOL[0], f"{_PROTOCOL[1]}.send_400_response", ("msg",), "runtime/serving/access.py"),
-    Name("uvicorn", "Server.capture_signals", (), "runtime/serving/start.py"),
+    Name("uvicorn", "Server.capture_signals", (), "runtime/serving/accept.py"),
+    Name("uvicorn", "Server.startup", ("sockets",), "runtime/serving/accept.py"),
+    Name("uvicorn", "Server.shutdown", ("sockets",), "runtime/serving/accept.py"),
     # `_Manager` extends it
     Name("orbax.checkpoint", "CheckpointManager.reached_preemption", ("step",), "checkpoint/store.py"),
     Name("orbax.checkpoint", f"{_POLICY}.LatestN", ("n",), "checkpoint/store.py"),

@@ -32,6 +32,16 @@ def main(arguments: Sequence[str] | None = None, open_engine: Callable[..., Any]
         help="web pages of this origin, such as https://example.org, may read the answers, besides pages of this "
         "machine; may be repeated; *: all pages (default: * with --api-key-file, else no others)",
     )
+    parser.add_argument(
+        "--allow-host",
+        dest="allow_hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests to this name or address, besides those to this machine and --host, such as the name at "
+        "which a proxy is asked; may be repeated; *: all names (default: * with --api-key-file or with a --host that "
+        "other machines reach, else no others)",
+    )
     for flag, name, default, metavar, text in [
         ("--slots", "slots", 8, "N", "sequences that are computed at the same time"),
         (

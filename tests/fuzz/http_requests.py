@@ -90,7 +90,12 @@ def mutated_request(random: Random) -> bytes:
         if random.random() < 0.3:
             path = mutated_bytes(random, path.encode()).decode("latin-1").replace(" ", "+")
         lines = random.sample(HEADERS, random.randrange(3))
-    head = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    head = [
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    ]
     raw = "\r\n".join([*head, *lines, "", ""]).encode("latin-1") + content
     return mutated_bytes(random, raw) if kind == "bytes" else raw
 
@@ -123,7 +128,9 @@ def ask(server: Served, raw: bytes) -> str:
         if method is None:
             return "unfinished request"
         reader, body = h11.Connection(h11.CLIENT), b""
-        reader.send(h11.Request(method="HEAD" if method == b"HEAD" else "GET", target="/", headers=[("Host", "x")]))
+        reader.send(
+            h11.Request(method="HEAD" if method == b"HEAD" else "GET", target="/", headers=[("Host", "localhost")])
+        )
         reader.send(h11.EndOfMessage())
         while type(event := reader.next_event()) is not h11.EndOfMessage:
             if event is h11.NEED_DATA:

@@ -11,10 +11,12 @@ import httpx
 
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.runtime.serving.app import make_app
+from mesh_transformer.runtime.serving.keys import ApiKeys
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
-from mesh_transformer.runtime.serving.start import Service, bind
+from mesh_transformer.runtime.serving.start import ServeOptions, Service, bind
 from support import loopback
 from support.fake_engine import Completion, FakeEngine, alone
 from support.waiting import LONG_S, until
@@ -117,6 +119,7 @@ def serve(
     max_queue: int = 16,
     keys: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
+    allow_hosts: Sequence[str] = (),
     timeout_s: float = LONG_S,
     drain_s: float = LONG_S,
     held: bool = False,
@@ -138,7 +141,10 @@ def serve(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    service = Service(model, [key.encode() for key in keys], allow_origins, listener, drain_s)
+    options = ServeOptions(host=host, allow_hosts=allow_hosts)
+    api_keys = ApiKeys([key.encode() for key in keys])
+    app = make_app(model, api_keys, allow_origins, options.names(listener, api_keys))
+    service = Service(model, app, listener, drain_s)
     served = Served(engine, service, model, url)
     try:
         if not held:

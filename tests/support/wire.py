@@ -13,7 +13,8 @@ def ask(*, head_lines: str = "", **fields: Any) -> bytes:
     """The bytes of a completion request."""
     body = json.dumps({"prompt": "a", "max_tokens": 60, "ignore_eos": True, **fields}).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
     )
     return f"{head}{head_lines}\r\n".encode() + body
 

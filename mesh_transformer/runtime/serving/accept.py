@@ -15,12 +15,6 @@ from mesh_transformer.runtime.serving.access import BoundedConnection, closing_a
 from mesh_transformer.runtime.serving.responses import unavailable
 from mesh_transformer.runtime.serving.socket_counts import CountedState
 
-try:
-    import resource
-except ImportError:
-    # Windows has neither the module nor the limit
-    resource = None  # type: ignore[assignment]
-
 # connections in addition to one for each sequence that runs or waits
 SPARE_CONNECTIONS = 256
 # files of this process that connections must leave free
@@ -35,19 +29,23 @@ _REFUSED_S = 1.0
 
 def raise_file_limit() -> None:
     """Allow this process as many open files as the system lets it allow itself."""
-    if resource is not None:
+    # Windows has neither the module nor the limit; macOS refuses a limit above that of its kernel
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # macOS refuses a limit above that of its kernel
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def free_files() -> float:
     """How many files this process can open; infinite where the system has no limit."""
-    if resource is None:
-        return float("inf")
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return float("inf") if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/dev/fd"))
+    with contextlib.suppress(ImportError, FileNotFoundError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY:
+            return limit - len(os.listdir("/dev/fd"))
+    return float("inf")
 
 
 class Server(uvicorn.Server):

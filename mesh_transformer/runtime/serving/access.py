@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -21,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh_transformer.runtime.serving.cors import Cors
+from mesh_transformer.runtime.serving.hosts import HostNames
+from mesh_transformer.runtime.serving.keys import ApiKeys
 from mesh_transformer.runtime.serving.responses import ApiError, ClientGone, invalid, to_json, unavailable
 from mesh_transformer.runtime.serving.socket_counts import CountedState
 
@@ -44,14 +44,14 @@ class AccessMiddleware:
     """An ASGI middleware.
 
     Args:
-        keys: the API keys. A request needs one of them in the header `Authorization: Bearer KEY`. Empty: no key is
-            needed.
+        keys: the API keys. A request needs one of them in the header `Authorization: Bearer KEY`, if there are any.
         cors: which web pages may read the answers of the APIs and of /health.
+        names: by which the server may be asked.
         timeout_s: the time limit of a request in seconds. A body must arrive within this time and within MAX_BODY_S.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[bytes], cors: Cors, timeout_s: float):
-        self._app, self._keys, self._cors = app, [_digest(key) for key in keys], cors
+    def __init__(self, app: ASGIApp, keys: ApiKeys, cors: Cors, names: HostNames, timeout_s: float):
+        self._app, self._keys, self._cors, self._names = app, keys, cors, names
         self._body_s = min(timeout_s, MAX_BODY_S)
         # counted bytes of all bodies, by client
         self._body_bytes: Counter[str] = Counter()
@@ -76,7 +76,8 @@ class AccessMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, usage: _BodyUsage) -> None:
         headers = Headers(scope=scope)
-        _check_framing(headers)
+        self._names.check(headers)
+        _check_framing(headers, scope["http_version"])
         if scope["method"] == "OPTIONS" and _for_pages(scope["path"]):
             await Response(status_code=204)(scope, receive, send)
             return
@@ -93,11 +94,10 @@ class AccessMiddleware:
         await self._app(scope, _replay(body, receive), send)
 
     def _check_key(self, authorization: str) -> None:
-        """Raise ApiError 401 for a wrong key. All keys are compared, in constant time."""
+        """Raise ApiError 401 for a wrong key."""
         scheme, _, given = authorization.partition(" ")
-        digest = _digest(given.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if self._keys and (scheme.lower() != "bearer" or not any(matches)):
+        accepted = not self._keys.required or self._keys.accepts(given.strip().encode("latin-1"))
+        if not accepted or (self._keys.required and scheme.lower() != "bearer"):
             message = "this server needs an API key: send it in the header Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
@@ -139,10 +139,6 @@ class _BodyUsage:
         self.unread = True
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
 async def _refuse(response: Response, usage: _BodyUsage, receive: Receive, send: Send) -> None:
     """Send an error response before the body has arrived, then read the rest of the body.
 
@@ -158,8 +154,11 @@ async def _refuse(response: Response, usage: _BodyUsage, receive: Receive, send:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _check_framing(headers: Headers) -> None:
-    """Raise ApiError 400 for a body with two lengths: a proxy may use the other one (RFC 9112, 6.1)."""
+def _check_framing(headers: Headers, version: str) -> None:
+    """Raise ApiError 400 for another version of HTTP, whose preface looks like a request (RFC 9113, 3.4), and for a
+    body with two lengths: a proxy may use the other one (RFC 9112, 6.1)."""
+    if version not in ("1.0", "1.1"):
+        raise ApiError(400, f"this server does not speak HTTP/{version}: use 1.1", headers={"Connection": "close"})
     if "transfer-encoding" in headers and "content-length" in headers:
         message = "the request has both Transfer-Encoding and Content-Length: send only one of them"
         raise ApiError(400, message, headers={"Connection": "close"})

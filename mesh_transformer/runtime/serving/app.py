@@ -15,6 +15,8 @@ from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serving import chat, classic, completions, models, page, tokens
 from mesh_transformer.runtime.serving.access import AccessMiddleware
 from mesh_transformer.runtime.serving.cors import Cors
+from mesh_transformer.runtime.serving.hosts import HostNames
+from mesh_transformer.runtime.serving.keys import ApiKeys
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
@@ -26,12 +28,13 @@ _UNREADABLE = (
 )
 
 
-def make_app(model: ServedModel, keys: Sequence[bytes], allow_origins: Sequence[str]) -> ASGIApp:
+def make_app(model: ServedModel, keys: ApiKeys, allow_origins: Sequence[str], names: HostNames) -> ASGIApp:
     """The application for uvicorn.
 
     Args:
-        keys: the API keys; a request needs one of them. Empty: requests need no key.
+        keys: the API keys; a request needs one of them, if there are any.
         allow_origins: see `Cors`. Empty: "*" if there are keys, else no other origins.
+        names: by which the server may be asked.
     """
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     for endpoint in (completions, chat, classic, tokens, models):
@@ -44,8 +47,8 @@ def make_app(model: ServedModel, keys: Sequence[bytes], allow_origins: Sequence[
     app.include_router(page.router())
     _add_state_routes(app, model.loop)
     _add_error_handlers(app)
-    cors = Cors(allow_origins or (["*"] if keys else []))
-    return AccessMiddleware(app, keys, cors, model.timeout_s)
+    cors = Cors(allow_origins or (["*"] if keys.required else []), names)
+    return AccessMiddleware(app, keys, cors, names, model.timeout_s)
 
 
 async def _check_content_type(request: Request) -> None:

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Scope, Send
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.serving.hosts import THIS_MACHINE, HostNames
 
 _HEADERS = {
     # the asterisk does not include Authorization
@@ -23,8 +24,7 @@ _EVERY = "*"
 # as browsers serialize an origin (RFC 6454, 6.2)
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)(?::([1-9][0-9]{0,4}))?")
 _DEFAULT_PORTS = {("http", "80"), ("https", "443")}
-# `localhost` and the names below it never leave the machine (RFC 6761, 6.3)
-_THIS_MACHINE = re.compile(r"https?://((?:[a-z0-9_-]+\.)*localhost|127\.0\.0\.1|\[::1\])(?::[1-9][0-9]{0,4})?")
+_THIS_MACHINE = re.compile(rf"https?://({THIS_MACHINE})(?::[1-9][0-9]{{0,4}})?")
 
 
 class Cors:
@@ -33,10 +33,11 @@ class Cors:
     Args:
         allowed: the origins whose pages may read the answers, besides pages of this machine and of the server itself.
             "*": all origins.
+        names: a page that was loaded by one of them is of the server itself.
     """
 
-    def __init__(self, allowed: Sequence[str]):
-        self._allowed = frozenset(allowed)
+    def __init__(self, allowed: Sequence[str], names: HostNames):
+        self._allowed, self._names = frozenset(allowed), names
 
     def wrap(self, scope: Scope, send: Send) -> Send:
         """A `send` that adds the headers for the origin of a request."""
@@ -57,7 +58,10 @@ class Cors:
         request = Headers(scope=scope)
         origins = request.getlist("origin")
         server_origin = f"{scope['scheme']}://{request.get('host', '')}"
-        if len(origins) == 1 and (origins[0] in {server_origin, *self._allowed} or _THIS_MACHINE.fullmatch(origins[0])):
+        if len(origins) != 1:
+            return
+        own = origins[0] == server_origin or self._names.is_own(origins[0])
+        if own or origins[0] in self._allowed or _THIS_MACHINE.fullmatch(origins[0]):
             headers.update({"Access-Control-Allow-Origin": origins[0], **_HEADERS})
 
 

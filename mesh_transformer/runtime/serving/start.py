@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import socket
-import stat
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import jax
 import uvicorn
+from starlette.types import ASGIApp
 
 from mesh_transformer import hub, logs, platforms
 from mesh_transformer.checkpoint.open import Checkpoint, split_step
@@ -27,6 +27,8 @@ from mesh_transformer.runtime.serving.accept import SPARE_CONNECTIONS, Server, r
 from mesh_transformer.runtime.serving.access import BoundedConnection
 from mesh_transformer.runtime.serving.app import make_app
 from mesh_transformer.runtime.serving.cors import check_origin
+from mesh_transformer.runtime.serving.hosts import EVERY, HostNames, check_host
+from mesh_transformer.runtime.serving.keys import ApiKeys
 from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
@@ -36,7 +38,6 @@ from mesh_transformer.runtime.session.weights import config_for
 # has the arguments of `serving_engine.open_engine`
 OpenEngine = Callable[..., WarmEngine]
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
-_MAX_KEY_FILE_BYTES = 1 << 16
 # time for complete responses to reach their clients after the time for draining has passed
 _LAST_BYTES_S = 5.0
 # time for the engine to finish its current step
@@ -58,6 +59,7 @@ class ServeOptions:
     port: int = 5000
     api_key_file: str | None = None
     allow_origins: Sequence[str] = ()
+    allow_hosts: Sequence[str] = ()
     slots: int = 8
     max_queue: int = 64
     timeout_s: float = 600.0
@@ -75,6 +77,13 @@ class ServeOptions:
                 raise UserError(f"{name} {value}: must be {allowed}")
         for origin in self.allow_origins:
             check_origin(origin)
+        for name in self.allow_hosts:
+            check_host(name)
+
+    def names(self, listener: socket.socket, keys: ApiKeys) -> HostNames:
+        """The names by which the server may be asked: those that are given, or, without keys, those of this machine."""
+        restricted = self.allow_hosts or (not keys.required and is_loopback(listener))
+        return HostNames([self.host, *self.allow_hosts] if restricted and EVERY not in self.allow_hosts else None)
 
 
 def run(
@@ -83,9 +92,9 @@ def run(
     options: ServeOptions,
     open_engine: OpenEngine | None = None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C, then finish the running requests. A second Ctrl-C cancels them.
+    """Serve until SIGTERM, SIGHUP or Ctrl-C, then finish the running requests. A second Ctrl-C cancels them.
 
-    The process ignores SIGTERM after its return.
+    The process ignores SIGTERM and SIGHUP after its return. A SIGHUP that is ignored at the start stays so.
 
     Args:
         open_engine: replaces `serving_engine.open_engine`.
@@ -104,18 +113,19 @@ def run(
         logging.getLogger(name).setLevel(logging.ERROR)
     raise_file_limit()
     config, checkpoint = config_for(config_path, overrides, options.checkpoint)
-    keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
+    keys = ApiKeys.of_file(options.api_key_file) if options.api_key_file is not None else ApiKeys()
     platforms.open_devices()
     tokenizer = open_tokenizer(config, checkpoint)
     listener = bind(options.host, options.port)
-    if not keys and not is_loopback(listener):
+    if not keys.required and not is_loopback(listener):
         warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
         log.warning(warning, options.host)
     opener = functools.partial(open_engine or _open_own_engine, config, checkpoint, slots=options.slots)
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
     name = config.logging.name or _unnamed(config_path, checkpoint.path)
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
-    service = Service(model, keys, options.allow_origins, listener, options.drain_s)
+    app = make_app(model, keys, options.allow_origins, options.names(listener, keys))
+    service = Service(model, app, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
     failure = out_of_memory(loop.failure) or loop.failure
     if isinstance(failure, UserError | RunError):
@@ -131,19 +141,12 @@ def run(
 
 
 class Service:
-    """A server on a bound socket."""
+    """A server on a bound socket. `app` answers for the model."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        keys: Sequence[bytes],
-        allow_origins: Sequence[str],
-        listener: socket.socket,
-        drain_s: float,
-    ):
+    def __init__(self, model: ServedModel, app: ASGIApp, listener: socket.socket, drain_s: float):
         self._model, self._loop, self._listener, self._drain_s = model, model.loop, listener, drain_s
         config = uvicorn.Config(
-            make_app(model, keys, allow_origins),
+            app,
             http=BoundedConnection,
             ws="none",
             lifespan="off",
@@ -200,14 +203,19 @@ async def _until_signal(service: Service) -> bool:
             stop_now.set()
         stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    # nohup and supervisors ignore it for their children
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         home.add_signal_handler(number, note, number)
     try:
         return await service.run(stopping, stop_now)
     finally:
-        home.remove_signal_handler(signal.SIGTERM)
-        # a late SIGTERM must not change the exit code
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # a late signal must not change the exit code
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            home.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:
@@ -217,32 +225,6 @@ async def _first(*awaitables: Awaitable[object]) -> None:
     for task, awaitable in zip(tasks, awaitables, strict=True):
         if task is not awaitable:
             task.cancel()
-
-
-def read_keys(path: str) -> list[bytes]:
-    """The API keys in a file, one per line.
-
-    Raises:
-        UserError: the file cannot be read, has no key, or has a key with characters that a header cannot contain.
-    """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_MAX_KEY_FILE_BYTES + 1)
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise UserError(f"--api-key-file {path} cannot be read: {error.strerror}") from error
-    if len(content) > _MAX_KEY_FILE_BYTES:
-        raise UserError(f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES} bytes: write one key per line")
-    keys = [line.strip() for line in content.splitlines() if line.strip()]
-    if not keys:
-        raise UserError(f"--api-key-file {path} is empty: write one key per line")
-    for number, key in enumerate(keys, 1):
-        if any(not 33 <= byte <= 126 for byte in key):
-            reason = "contains a space or a character outside ASCII, so no client can send it: use another key"
-            raise UserError(f"--api-key-file {path}: key {number} {reason}")
-    if mode & stat.S_IROTH:
-        log.warning("all users of this machine can read --api-key-file %s: run chmod 600 on it", path)
-    return keys
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -25,14 +25,15 @@ from mesh_transformer.runtime.serving import start as serving
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Restore the handler of SIGTERM, because a server leaves SIGTERM ignored."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Restore the handlers of signals, because a server leaves SIGTERM and SIGHUP ignored."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
 
 
-def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_finishes_open_streams_and_exits_with_0(tmp_path, number):
     with process(tmp_path, FAKE_DELAY="0.1") as (child, url):
         wait_for_health(url)
         body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "seed": 1}
@@ -43,10 +44,10 @@ def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
         with loopback.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as stream:
             lines = stream.iter_lines()
             first = next(lines)
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
             wait_for_health(url, 503)
             # cluster managers repeat SIGTERM
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         events = [httpx.Response(200, text=line[6:]).json() for line in [first, *rest[:-1]]]
@@ -56,6 +57,19 @@ def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
         _, errors = finish(child, 0)
         assert "Traceback" not in errors
         assert " I stopping: running requests have 30 seconds to finish" in errors
+
+
+def test_a_sighup_that_is_ignored_at_the_start_stays_so(tmp_path):
+    """As with nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with process(tmp_path, fresh=True) as (child, url):
+        wait_for_health(url)
+        child.send_signal(signal.SIGHUP)
+        for _ in range(3):
+            assert loopback.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        child.terminate()
+        _, errors = finish(child, 0)
+    assert errors.count(" I stopping") == 1
 
 
 def test_what_outlasts_the_drain_is_cut_off_and_the_exit_code_is_0(tmp_path):
@@ -276,8 +290,3 @@ def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mod
     errors = capfd.readouterr().err
     for words in ("all users of this machine can read", "anyone can use this server"):
         assert (words in errors) == (words == warning)
-
-
-def test_keys_are_read_one_a_line(tmp_path):
-    (tmp_path / "keys").write_bytes(b"first-key\r\n\n  second-key\n")
-    assert serving.read_keys(str(tmp_path / "keys")) == [b"first-key", b"second-key"]

@@ -36,7 +36,7 @@ def test_an_answer_does_not_wait_for_the_acknowledgement_of_the_one_before(host)
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-@pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_socket_on_which_no_request_comes_is_closed(hasty, sent):
     with serve() as server, connect(server.url) as client:
         began = time.monotonic()
@@ -52,7 +52,7 @@ def test_a_head_byte_by_byte_has_no_more_time(hasty):
 
 def test_a_byte_after_an_answer_is_no_way_to_keep_a_socket(hasty):
     with serve() as server, connect(server.url) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         receive(client, b'{"status":"ok"}')
         client.sendall(b"G")
         assert read_to_end(client) == b""
@@ -63,7 +63,7 @@ def test_a_second_request_on_a_socket_has_its_own_time(hasty):
         for _ in range(4):
             client.sendall(b"GET /health HTTP/1.1\r\n")
             time.sleep(SOON / 2)
-            client.sendall(b"Host: x\r\n\r\n")
+            client.sendall(b"Host: localhost\r\n\r\n")
             receive(client, b'{"status":"ok"}')
 
 
@@ -71,7 +71,7 @@ def test_a_second_request_on_a_socket_has_its_own_time(hasty):
 def test_a_refused_body_that_goes_on_is_cut_off(hasty, keys):
     size = 10 * access.MAX_BODY_BYTES
     with serve(keys=keys) as server, connect(server.url) as client:
-        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode())
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode())
         assert (b" 401 " if keys else b" 413 ") in client.recv(100)  # before any byte of the body
         assert not send_slowly(client, b" " * 6000, 0.01)
 
@@ -188,6 +188,19 @@ def test_a_burst_of_silent_sockets(tmp_path):
     assert "Too many open files" not in log
     assert "sockets closed that had sent nothing, for others: " in log
     assert len(log.splitlines()) < 20
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_http_2_gets_one_answer(parts):
+    """The preface of a client with prior knowledge looks like a request and its body (RFC 9113, 3.4)."""
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
+    with serve() as server, connect(server.url) as client:
+        for part in (preface[: len(preface) // parts], preface[len(preface) // parts :]):
+            with contextlib.suppress(OSError):
+                client.sendall(part)
+        answer = read_to_end(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_all_bodies_together_are_bounded(monkeypatch):

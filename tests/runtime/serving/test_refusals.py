@@ -205,7 +205,9 @@ def test_the_refusal_of_a_large_body_arrives(server, locked, headers):
     """The client sends the whole body before it reads the response."""
     size = 4 * MAX_BODY_BYTES
     with connect((locked if "wrong" in headers else server).url) as client:
-        client.sendall(f"POST /complete HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {size}\r\n\r\n".encode())
+        client.sendall(
+            f"POST /complete HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {size}\r\n\r\n".encode()
+        )
         for _ in range(size // 65536):
             client.sendall(b" " * 65536)
         answer = receive(client, b"}}")
@@ -216,9 +218,9 @@ def test_the_refusal_of_a_large_body_arrives(server, locked, headers):
 @pytest.mark.parametrize("method", ["POST", "OPTIONS"])
 def test_a_body_with_two_lengths_ends_its_connection(server, method):
     """RFC 9112, 6.1: the bytes after the body may be another client's request, or a part of the body."""
-    head = f"{method} /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"{method} /complete HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connect(server.url) as client:
-        client.sendall(head.encode() + b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.sendall(head.encode() + b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = read_to_end(client)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1") == 1
