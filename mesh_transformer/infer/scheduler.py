@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from mesh_transformer import liveness
@@ -20,6 +20,8 @@ from mesh_transformer.infer.requests import (
     Token,
 )
 
+# clients whose last slot is known
+_MOST_SERVED = 10_000
 # while requests wait, the longest step: one of them may get the slot of a request that ends at a stop token
 WAITING_S = 0.1
 
@@ -77,6 +79,7 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     on_admit: Callable[[], None] | None
+    client: Hashable = None
     # parameters of the continuation after the context is full
     rest: SamplingParams | None = None
 
@@ -100,7 +103,9 @@ class _Slot:
 
 
 class Scheduler:
-    """Schedules requests on an engine: first come, first served. A prefix that is in the cache of a slot is reused.
+    """Schedules requests on an engine. A slot goes to the client with the fewest running requests, and of clients with
+    as many to the one whose last slot is longest ago; of a client, the first request comes first. A prefix that is in
+    the cache of a slot is reused.
 
     A step computes at most `engine.max_prefill_tokens` prompt tokens: a chunk of one prompt, then whole prompts that
     fit in the rest. A request gets its slot when its prefill starts. So requests with the same prompt find the prefix
@@ -133,6 +138,9 @@ class Scheduler:
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
         # in order of arrival
         self._waiting: dict[int, _Request] = {}
+        # how many requests of each client wait, and when it got its last slot
+        self._waiting_of: collections.Counter[Hashable] = collections.Counter()
+        self._served: dict[Hashable, int] = {}
         self._slots = [_Slot(index) for index in range(engine.slots)]
         self._prefilling: list[_Slot] = []
         self._clock = itertools.count(1)
@@ -147,6 +155,7 @@ class Scheduler:
         on_admit: Callable[[], None] | None = None,
         *,
         slide: bool = False,
+        client: Hashable = None,
     ) -> None:
         """Queue a request. Later steps return its tokens.
 
@@ -157,6 +166,7 @@ class Scheduler:
             slide: allow a prompt and a completion that are longer than the context together. Only the end of a long
                 prompt is used. When the context is full, the last half of it is queued as a new prompt, and the
                 penalties count its tokens as a prompt. Not supported with `prompt_logprobs`.
+            client: whose request it is.
 
         Raises:
             QueueFull: `max_queue` requests wait already.
@@ -173,12 +183,13 @@ class Scheduler:
             raise ValueError(f"the ID {request} is in use by another request")
         if len(self._waiting) >= self._max_queue + len(self._free()):
             raise QueueFull(f"the queue is full: {self._max_queue} requests wait already")
-        queued = _Request(request, list(prompt), params, on_admit)
-        self._waiting[request] = _window(queued, self._engine.context) if slide else queued
+        queued = _Request(request, list(prompt), params, on_admit, client)
+        self._queue(_window(queued, self._engine.context) if slide else queued)
 
     def cancel(self, request: int) -> None:
         """Drop a waiting or running request and free its slot. Unknown IDs are ignored."""
-        self._waiting.pop(request, None)
+        if request in self._waiting:
+            self._dequeue(request)
         for slot in self._slots:
             if slot.request is not None and slot.request.id == request:
                 self._release(slot)
@@ -259,14 +270,17 @@ class Scheduler:
         return [slot for slot in self._slots if slot.request is None]
 
     def _admit(self) -> bool:
-        """Give the first waiting request a slot, if one is free and its prompt is the first of this step, or fits."""
+        """Give the next waiting request a slot, if one is free and its prompt is the first of this step, or fits."""
         if not self._waiting or not self._free():
             return False
-        request = next(iter(self._waiting.values()))
+        request = self._next()
         slot, source, reused = self._choose_slot(request)
         if self._prefilling and not self._fits(request, reused):
             return False
-        del self._waiting[request.id]
+        self._dequeue(request.id)
+        if len(self._served) >= _MOST_SERVED:
+            self._served.clear()
+        self._served[request.client] = next(self._clock)
         self._engine.insert(
             slot.index, request.prompt, request.params, source=source.index if source else None, reused=reused
         )
@@ -279,6 +293,27 @@ class Scheduler:
         if request.on_admit is not None:
             request.on_admit()
         return True
+
+    def _next(self) -> _Request:
+        """The first waiting request of the client with the fewest running requests."""
+        running = collections.Counter(slot.request.client for slot in self._slots if slot.request is not None)
+        # in order of arrival, the first request of each client
+        first: dict[Hashable, _Request] = {}
+        for request in self._waiting.values():
+            first.setdefault(request.client, request)
+            if len(first) == len(self._waiting_of):
+                break
+        return min(first.values(), key=lambda each: (running[each.client], self._served.get(each.client, 0)))
+
+    def _queue(self, request: _Request) -> None:
+        self._waiting[request.id] = request
+        self._waiting_of[request.client] += 1
+
+    def _dequeue(self, id: int) -> None:
+        client = self._waiting.pop(id).client
+        self._waiting_of[client] -= 1
+        if not self._waiting_of[client]:
+            del self._waiting_of[client]
 
     def _fits(self, request: _Request, reused: int) -> bool:
         """Whether a prompt can join this step: as a whole, and if no prompt that is being computed will give it a
@@ -347,7 +382,7 @@ class Scheduler:
         self._release(slot)
         if emitted.finish_reason == "length" and request.rest is not None:
             continuation = dataclasses.replace(request, prompt=slot.tokens, params=request.rest, on_admit=None)
-            self._waiting[request.id] = _window(continuation, self._engine.context)
+            self._queue(_window(continuation, self._engine.context))
         else:
             got.finish_reason = emitted.finish_reason
 

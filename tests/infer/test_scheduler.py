@@ -375,3 +375,41 @@ def test_cancelling_one_that_slides():
     c.scheduler.cancel(0)
     assert c.scheduler.idle
     assert c.step() == []
+
+
+def test_a_slot_goes_to_the_client_with_the_fewest_running_requests():
+    """20 requests of one client on 4 slots, then one of another: it has a slot before the tenth of the first."""
+    c = Collector(slots=4)
+    for request in range(20):
+        c.submit(request, PROMPT[:3], params(6), client="a")
+    c.step()
+    c.submit(20, OTHER[:3], params(6), client="b")
+    while 20 not in c.got:
+        c.step()
+    assert len(c.admitted) <= 9
+    c.run()
+    # of one client, in order of arrival
+    assert [request for request in c.admitted if request < 20] == list(range(20))
+
+
+def test_clients_take_turns():
+    c = Collector(slots=2)
+    clients = ["a"] * 6 + ["b"] * 3 + ["c"]
+    for request, client in enumerate(clients):
+        c.submit(request, [*PROMPT[:3], request], params(4), client=client)
+    c.run()
+    assert [clients[request] for request in c.admitted] == ["a", "b", "c", "a", "b", "a", "b", "a", "a", "a"]
+
+
+def test_a_cancelled_client_is_forgotten():
+    c = Collector(slots=1)
+    for request, client in enumerate("aab"):
+        c.submit(request, PROMPT[: 3 + request], params(4), client=client)
+    c.step()
+    for request in (2, 1, 1):
+        c.scheduler.cancel(request)
+    assert not c.scheduler._waiting_of
+    c.submit(3, OTHER[:3], params(2), client="b")
+    while not c.scheduler.idle:
+        c.step()
+    assert c.admitted == [0, 3]

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -38,6 +39,15 @@ SMALL_BODY_BYTES = 4 << 10
 MAX_BODY_S = 60.0
 # paths that need no key, and the start of such paths
 OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "/health", "/version", "/openapi.json"}), "/page/"
+
+
+# of a scope: the key of its request, or, without keys, the address
+_CLIENT = "mesh_transformer.client"
+
+
+def client_of(request: Request) -> Hashable:
+    """Whose request it is: who has its key, or, without keys, its address."""
+    return request.scope.get(_CLIENT)
 
 
 class AccessMiddleware:
@@ -82,7 +92,8 @@ class AccessMiddleware:
             await Response(status_code=204)(scope, receive, send)
             return
         if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_PREFIX):
-            self._check_key(headers.get("authorization", ""))
+            self._check_key(*_key_of(headers))
+        scope[_CLIENT] = _key_of(headers)[1] if self._keys.required else usage.client
         _check_encoding(headers.get("content-encoding", "identity"))
         _check_size(int(headers.get("content-length", "0")))
         try:
@@ -93,10 +104,9 @@ class AccessMiddleware:
             raise ApiError(408, message, code="timeout") from error
         await self._app(scope, _replay(body, receive), send)
 
-    def _check_key(self, authorization: str) -> None:
+    def _check_key(self, scheme: str, key: str) -> None:
         """Raise ApiError 401 for a wrong key."""
-        scheme, _, given = authorization.partition(" ")
-        accepted = not self._keys.required or self._keys.accepts(given.strip().encode("latin-1"))
+        accepted = not self._keys.required or self._keys.accepts(key.encode("latin-1"))
         if not accepted or (self._keys.required and scheme.lower() != "bearer"):
             message = "this server needs an API key: send it in the header Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
@@ -137,6 +147,12 @@ class _BodyUsage:
         self.client = client
         self.bytes = 0
         self.unread = True
+
+
+def _key_of(headers: Headers) -> tuple[str, str]:
+    """The scheme and the key of a request's header Authorization."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return scheme, key.strip()
 
 
 async def _refuse(response: Response, usage: _BodyUsage, receive: Receive, send: Send) -> None:

@@ -7,6 +7,7 @@ import secrets
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mesh_transformer.runtime.serving.access import client_of
 from mesh_transformer.runtime.serving.loop import GenerationJob
 from mesh_transformer.runtime.serving.model import ChoiceBuilder, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serving.protocol import ERRORS, ClassicRequest, ClassicResponse
@@ -21,7 +22,7 @@ def router(model: ServedModel) -> APIRouter:
     async def complete_classic(body: ClassicRequest, request: Request) -> Response:
         if body.length < 1:
             raise invalid(f"length must be 1 or more; got {body.length}", "length")
-        with model.loop.reserve(1) as job:
+        with model.loop.reserve(1, client_of(request)) as job:
             work = TimeLimit(model.timeout_s).within(_complete(body, model, job))
             return json_response({"completion": await unless_gone(request.receive, work)})
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
+from mesh_transformer.runtime.serving.access import client_of
 from mesh_transformer.runtime.serving.loop import GenerationJob
 from mesh_transformer.runtime.serving.model import ChoiceBuilder, Delta, Echo, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serving.protocol import SampledRequest, StreamOptions
@@ -82,7 +83,7 @@ async def respond(
     """
     limit = TimeLimit(model.timeout_s)
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(model.loop.reserve(count * body.n))
+        job = stack.enter_context(model.loop.reserve(count * body.n, client_of(request)))
         answer = await unless_gone(request.receive, limit.within(_start(body, model, form, prompts, job)))
         if not body.stream:
             return json_response(await unless_gone(request.receive, limit.within(answer.response())))

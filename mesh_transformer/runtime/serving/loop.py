@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import itertools
+import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
 from types import TracebackType
@@ -25,7 +27,8 @@ from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.responses import ApiError, failed, invalid, unavailable
 
 ServerState = Literal["warming up", "ok", "draining", "failed"]
-_RETRY_WARM_S, _RETRY_FULL_S = 5, 1
+_RETRY_WARM_S, _RETRY_FULL_S, _MOST_RETRY_S = 5, 1, 60
+_MEASURED_ENDS = 32
 _WARMED_UP = object()
 Sequences = Iterable[tuple[Sequence[int], SamplingParams]]
 """Prompts of at least one token, with their sampling parameters."""
@@ -46,14 +49,35 @@ class _LiveSequence:
     def __init__(self, job: GenerationJob, index: int):
         self.job, self.index = job, index
         self.submitted = time.monotonic()
+        # whether it has had a slot
+        self.admitted = False
         self.last_token: float | None = None
+
+
+class _Ends:
+    """When the last sequences have ended: so many places became free in so much time."""
+
+    def __init__(self) -> None:
+        self._at: collections.deque[float] = collections.deque(maxlen=_MEASURED_ENDS)
+
+    def note(self) -> None:
+        """A sequence ends now."""
+        self._at.append(time.monotonic())
+
+    def wait_s(self, places: int) -> int:
+        """After how many whole seconds so many places will be free."""
+        if len(self._at) < 2:
+            return _RETRY_FULL_S
+        seconds = places * (time.monotonic() - self._at[0]) / len(self._at)
+        return min(_MOST_RETRY_S, max(_RETRY_FULL_S, math.ceil(seconds)))
 
 
 class EngineLoop:
     """Runs the scheduler in its own thread. Call all methods in the thread of the asyncio loop that called `start`.
 
     A sequence is live from `reserve` until its last output is delivered or it is cancelled. At most `slots + max_queue`
-    sequences are live, so at most `max_queue` wait while all slots are in use. The thread reads its inbox in order, so
+    sequences are live, so at most `max_queue` wait while all slots are in use; where others have
+    sequences, `slots` more are for clients of which none waits. The thread reads its inbox in order, so
     the scheduler drops a cancelled sequence before it gets a later one.
     """
 
@@ -69,6 +93,7 @@ class EngineLoop:
         # the thread replaces the whole object
         self._stats = SchedulerStats(slots=slots)
         self._live: dict[int, _LiveSequence] = {}
+        self._ends = _Ends()
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -79,8 +104,11 @@ class EngineLoop:
         self._all_finished.set()
         self._thread.start()
 
-    def reserve(self, sequences: int) -> GenerationJob:
+    def reserve(self, sequences: int, client: Hashable = None) -> GenerationJob:
         """Reserve places for all sequences of a request. `GenerationJob.start` submits the sequences.
+
+        Args:
+            client: whose request it is.
 
         Raises:
             ApiError: 503 during warm-up and draining, and if the queue is full; 400 for more sequences than the queue
@@ -92,10 +120,13 @@ class EngineLoop:
             raise unavailable(f"the server is {self.state}", code=code, retry_after_s=_RETRY_WARM_S)
         if sequences > most:
             raise invalid(f"{sequences} sequences (prompts x n): this server accepts at most {most} at a time")
-        if live + sequences > most:
-            message = f"the queue is full: {live} sequences run or wait, and at most {most} can: retry later"
-            raise unavailable(message, code="queue_full", retry_after_s=_RETRY_FULL_S)
-        job = GenerationJob(self, [next(self._ids) for _ in range(sequences)])
+        others = any(each.job.client != client for each in self._live.values())
+        waits = any(each.job.client == client and not each.admitted for each in self._live.values())
+        room = most + self.slots if others and not waits else most
+        if live + sequences > room:
+            message = f"the queue is full: {live} sequences run or wait, and at most {room} can: retry later"
+            raise unavailable(message, code="queue_full", retry_after_s=self._ends.wait_s(live + sequences - room))
+        job = GenerationJob(self, [next(self._ids) for _ in range(sequences)], client)
         self._live.update((id, _LiveSequence(job, index)) for index, id in enumerate(job.ids))
         self._all_finished.clear()
         return job
@@ -106,7 +137,8 @@ class EngineLoop:
         for id, (prompt, params) in zip(ids, sequences, strict=True):
             if live := self._live.get(id):
                 admitted = partial(self._note_admitted, live)
-                self._inbox.put(methodcaller("submit", id, prompt, params, admitted, slide=slide))
+                client = live.job.client
+                self._inbox.put(methodcaller("submit", id, prompt, params, admitted, slide=slide, client=client))
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Cancel these sequences. Finished and cancelled sequences are ignored."""
@@ -150,7 +182,7 @@ class EngineLoop:
             engine = self._open_engine()
             warming = engine.warm_up()
             next(warming)
-            scheduler = Scheduler(engine, max_queue=self.max_queue, clock=time.perf_counter)
+            scheduler = Scheduler(engine, max_queue=self.max_queue + self.slots, clock=time.perf_counter)
             self._stats = scheduler.stats
             self._home.call_soon_threadsafe(self._ready, engine.context)
             self._serve(scheduler, warming)
@@ -175,6 +207,7 @@ class EngineLoop:
 
     def _note_admitted(self, live: _LiveSequence) -> None:
         # called in the engine's thread; a histogram has its own lock
+        live.admitted = True
         self.metrics.queue_s.observe(time.monotonic() - live.submitted)
 
     def _ready(self, context: int) -> None:
@@ -215,6 +248,8 @@ class EngineLoop:
 
     def _forget(self, id: int) -> bool:
         known = self._live.pop(id, None) is not None
+        if known:
+            self._ends.note()
         if not self._live:
             self._all_finished.set()
         return known
@@ -228,8 +263,8 @@ class EngineLoop:
 class GenerationJob:
     """The sequences of one request. Its exit as a context manager cancels the unfinished ones."""
 
-    def __init__(self, loop: EngineLoop, ids: list[int]):
-        self.ids = ids
+    def __init__(self, loop: EngineLoop, ids: list[int], client: Hashable):
+        self.ids, self.client = ids, client
         self._loop = loop
         self._unfinished = set(range(len(ids)))
         self._outputs: asyncio.Queue[tuple[int, RequestOutput] | ApiError] = asyncio.Queue()
