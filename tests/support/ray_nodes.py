@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from waiting import until  # noqa: E402
 
 OBJECT_STORE_BYTES = 80_000_000
+START_S = 300
 HEALTH = {
     "health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 4,
@@ -56,10 +57,12 @@ def main() -> None:
             num_cpus=1,
             resources={f"tpu_worker_{i}": 1},
             object_store_memory=OBJECT_STORE_BYTES,
-            wait=True,
+            # it waits for 30 s, which are too few on a busy machine
+            wait=False,
             node_ip_address=f"127.0.0.{10 + i}",
             **environment,
         )
+        cluster._wait_for_node(nodes[i], timeout=START_S)
 
     for i in range(int(sys.argv[1])):
         add(i)
