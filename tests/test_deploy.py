@@ -1,23 +1,30 @@
 """The files of deploy/ and the Dockerfile. scripts/image_check.sh runs the image's steps."""
 
+import configparser
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kubernetes_validate
 import pytest
 import yaml
 from ray.autoscaler._private.kuberay import autoscaling_config
+from support.served import serve
 
 from mesh_transformer import commands
 from mesh_transformer.cluster.backends.ray_cluster import RESOURCE
 from mesh_transformer.cluster.driver import commands as driver
+from mesh_transformer.commands import serve as serve_command
 from mesh_transformer.config import load_config
+from mesh_transformer.runtime.serving import start
 
 KUBERAY = Path(__file__).parents[1] / "deploy/kuberay"
 MANIFESTS = [(path.name, each) for path in sorted(KUBERAY.glob("*.yaml")) for each in yaml.safe_load_all(path.open())]
@@ -119,3 +126,70 @@ def test_the_check_runs_the_steps_of_the_dockerfile(repo: Path) -> None:
     ]
     check = (repo / "scripts/image_check.sh").read_text()
     assert [check.count(step.replace('"${TARGET}"', "cpu")) for step in steps] == [1, 1]
+
+
+DEPLOY = KUBERAY.parent
+
+
+def test_the_deployment_fits_its_schema_and_its_server() -> None:
+    manifests = list(yaml.safe_load_all((DEPLOY / "kubernetes/server.yaml").open()))
+    for each in manifests:
+        kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
+    deployment, service = manifests
+    pod = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    given = options_of(container["args"][1:])
+    assert container["args"][0] == "serve"
+    # an address of the pod, so that keys are needed
+    assert (given.host, given.port, given.access_log) == ("0.0.0.0", container["ports"][0]["containerPort"], True)
+    assert given.api_key_file
+    assert pod["spec"]["terminationGracePeriodSeconds"] == given.drain_s + 10
+    # a pod that warms up or drains answers its probe of life
+    assert container["livenessProbe"]["httpGet"]["path"] != "/health"
+    assert container["startupProbe"]["httpGet"]["path"] == "/health"
+
+
+def test_the_unit_fits_systemd_and_its_server() -> None:
+    path = DEPLOY / "mesh-transformer.service"
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(path)
+    words = shlex.split(unit["Service"]["ExecStart"])
+    assert words[0].endswith("/mesh-transformer")
+    assert words[1] == "serve"
+    given = options_of(words[2:])
+    assert int(unit["Service"]["TimeoutStopSec"]) == given.drain_s + 10
+    assert unit["Service"]["LoadCredential"].startswith(f"{given.api_key_file.removeprefix('%d/')}:")
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
+    # the program is not installed here
+    faults = [line for line in done.stderr.splitlines() if path.name in line and "is not executable" not in line]
+    assert not faults
+
+
+def options_of(arguments: list[str]) -> start.ServeOptions:
+    """The options that `serve` takes from a command line."""
+    with mock.patch.object(start, "run", return_value=0) as run:
+        serve_command.main(arguments)
+    return run.call_args.args[2]
+
+
+def test_dashboard_and_alerts_name_metrics_of_the_server() -> None:
+    with serve() as server:
+        server.complete("a")
+        server.client.get("/health")
+        text = server.client.get("/metrics").text
+    names = {line.split("{")[0].split()[0] for line in text.splitlines() if not line.startswith("#")}
+    rules = yaml.safe_load((DEPLOY / "monitoring/alerts.yaml").read_text())["groups"][0]["rules"]
+    dashboard = json.loads((DEPLOY / "monitoring/dashboard.json").read_text())
+    expressions = [rule["expr"] for rule in rules]
+    expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [each["query"] for each in dashboard["templating"]["list"]]
+    asked = {name for text in expressions for name in re.findall(r"\b(?:mesh_transformer|process)_\w+", text)}
+    assert len(rules) == 4
+    assert len(asked) >= 12
+    assert asked <= names
+    labels = {label for text in expressions for label in re.findall(r"(\w+)=~?\"", text)}
+    assert labels <= {"status", "instance"}

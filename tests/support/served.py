@@ -120,6 +120,7 @@ def serve(
     keys: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
+    access_log: bool = False,
     timeout_s: float = LONG_S,
     drain_s: float = LONG_S,
     held: bool = False,
@@ -143,7 +144,7 @@ def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     options = ServeOptions(host=host, allow_hosts=allow_hosts)
     api_keys = ApiKeys([key.encode() for key in keys])
-    app = make_app(model, api_keys, allow_origins, options.names(listener, api_keys))
+    app = make_app(model, api_keys, allow_origins, options.names(listener, api_keys), access_log=access_log)
     service = Service(model, app, listener, drain_s)
     served = Served(engine, service, model, url)
     try:

@@ -14,6 +14,7 @@ from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serving import chat, classic, completions, models, page, tokens
 from mesh_transformer.runtime.serving.access import AccessMiddleware
+from mesh_transformer.runtime.serving.answers import AnswerMiddleware
 from mesh_transformer.runtime.serving.cors import Cors
 from mesh_transformer.runtime.serving.hosts import HostNames
 from mesh_transformer.runtime.serving.keys import ApiKeys
@@ -28,13 +29,16 @@ _UNREADABLE = (
 )
 
 
-def make_app(model: ServedModel, keys: ApiKeys, allow_origins: Sequence[str], names: HostNames) -> ASGIApp:
+def make_app(
+    model: ServedModel, keys: ApiKeys, allow_origins: Sequence[str], names: HostNames, *, access_log: bool = False
+) -> ASGIApp:
     """The application for uvicorn.
 
     Args:
         keys: the API keys; a request needs one of them, if there are any.
         allow_origins: see `Cors`. Empty: "*" if there are keys, else no other origins.
         names: by which the server may be asked.
+        access_log: whether to log a line for each answer.
     """
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     for endpoint in (completions, chat, classic, tokens, models):
@@ -48,7 +52,8 @@ def make_app(model: ServedModel, keys: ApiKeys, allow_origins: Sequence[str], na
     _add_state_routes(app, model.loop)
     _add_error_handlers(app)
     cors = Cors(allow_origins or (["*"] if keys.required else []), names)
-    return AccessMiddleware(app, keys, cors, names, model.timeout_s)
+    access = AccessMiddleware(app, keys, cors, names, model.timeout_s)
+    return AnswerMiddleware(access, lambda: app.openapi()["paths"], model.loop.metrics, lines=access_log)
 
 
 async def _check_content_type(request: Request) -> None:

@@ -17,7 +17,7 @@ _HEADERS = {
     # the asterisk does not include Authorization
     "Access-Control-Allow-Headers": "*, Authorization",
     "Access-Control-Allow-Methods": "*",
-    "Access-Control-Expose-Headers": "Retry-After",
+    "Access-Control-Expose-Headers": "Retry-After, X-Request-Id",
     "Access-Control-Max-Age": "7200",
 }
 _EVERY = "*"

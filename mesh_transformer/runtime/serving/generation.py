@@ -16,6 +16,7 @@ from starlette.responses import Response
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serving.access import client_of
+from mesh_transformer.runtime.serving.answers import note_usage
 from mesh_transformer.runtime.serving.loop import GenerationJob
 from mesh_transformer.runtime.serving.model import ChoiceBuilder, Delta, Echo, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serving.protocol import SampledRequest, StreamOptions
@@ -85,6 +86,7 @@ async def respond(
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(model.loop.reserve(count * body.n, client_of(request)))
         answer = await unless_gone(request.receive, limit.within(_start(body, model, form, prompts, job)))
+        note_usage(request.scope, answer)
         if not body.stream:
             return json_response(await unless_gone(request.receive, limit.within(answer.response())))
         # EventStream exits the job
@@ -173,7 +175,7 @@ class _Answer:
         async for index, delta in follow(self.job, self.choices):
             deltas[index].append(delta)
         choices = list(map(self.form.choice, range(len(deltas)), map(Delta.joined, deltas)))
-        return {"object": self.form.whole_object, **self.head, "choices": choices, "usage": self._usage()}
+        return {"object": self.form.whole_object, **self.head, "choices": choices, "usage": self.token_counts()}
 
     async def events(self) -> AsyncIterator[str]:
         """The response as server-sent events, without [DONE]."""
@@ -184,13 +186,13 @@ class _Answer:
                 yield to_event({**head, "choices": [part], **self._usage_so_far()})
             begun.add(index)
         if self.usage.include_usage:
-            yield to_event({**head, "choices": [], "usage": self._usage()})
+            yield to_event({**head, "choices": [], "usage": self.token_counts()})
 
     def _usage_so_far(self) -> dict[str, Any]:
         if not self.usage.include_usage:
             return {}
-        return {"usage": self._usage() if self.usage.continuous_usage_stats else None}
+        return {"usage": self.token_counts() if self.usage.continuous_usage_stats else None}
 
-    def _usage(self) -> dict[str, int]:
+    def token_counts(self) -> dict[str, int]:
         prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

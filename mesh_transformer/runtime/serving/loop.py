@@ -16,7 +16,7 @@ from operator import methodcaller
 from types import TracebackType
 from typing import Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -315,6 +315,9 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+        self.answers = Counter(
+            PREFIX + "answers", "Answers by route and status", ["route", "status"], registry=self._registry
+        )
         self.queue_s = self._histogram("queue_seconds", "From a request's arrival to its slot")
         self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token"

@@ -60,6 +60,7 @@ class ServeOptions:
     api_key_file: str | None = None
     allow_origins: Sequence[str] = ()
     allow_hosts: Sequence[str] = ()
+    access_log: bool = False
     slots: int = 8
     max_queue: int = 64
     timeout_s: float = 600.0
@@ -124,7 +125,8 @@ def run(
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
     name = config.logging.name or _unnamed(config_path, checkpoint.path)
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
-    app = make_app(model, keys, options.allow_origins, options.names(listener, keys))
+    names = options.names(listener, keys)
+    app = make_app(model, keys, options.allow_origins, names, access_log=options.access_log)
     service = Service(model, app, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
     failure = out_of_memory(loop.failure) or loop.failure
