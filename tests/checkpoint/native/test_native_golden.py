@@ -80,9 +80,11 @@ def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
     for ours, theirs in (loss, norm):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=0)
     # An update divides by the root of the squares: it multiplies what rounding does to a gradient near zero. With
-    # Adafactor the loss after it differs by 2.6e-6 between AVX and AVX2 on one processor.
+    # Adafactor, the program that wrote the file differs from itself: gpt_neox's loss after this resume by 1.2e-5
+    # between the flags of the tests (AVX) and XLA's own on one processor. With either, this program equals it bit for
+    # bit.
     for ours, theirs in (later_loss, later_norm):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0)
+        np.testing.assert_allclose(ours, theirs, rtol=3e-5 if optimizer == "adafactor" else 1e-5, atol=0)
 
 
 @pytest.mark.parametrize("family", covering(native.MODELS, daily=(DAILY,)))
