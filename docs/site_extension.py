@@ -61,10 +61,10 @@ def _help(name: str, *action: str) -> str:
 
 def endpoints() -> str:
     """A table of the routes of the server and the fields of their bodies, from its own OpenAPI schema."""
-    from mesh_transformer.runtime.serving.app import make_app
+    from mesh_transformer.runtime.serving.app import make_routes
 
     # the routes are made without a request, which would need a model
-    schema = make_app(mock.MagicMock(timeout_s=1.0), (), ())._app.openapi()  # type: ignore[attr-defined]
+    schema = make_routes(mock.MagicMock(timeout_s=1.0)).openapi()
     rows = ["\n| route | fields of the body |\n|---|---|\n"]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

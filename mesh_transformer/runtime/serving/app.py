@@ -40,6 +40,14 @@ def make_app(
         names: by which the server may be asked.
         access_log: whether to log a line for each answer.
     """
+    app = make_routes(model)
+    cors = Cors(allow_origins or (["*"] if keys.required else []), names)
+    access = AccessMiddleware(app, keys, cors, names, model.timeout_s)
+    return AnswerMiddleware(access, lambda: app.openapi()["paths"], model.loop.metrics, lines=access_log)
+
+
+def make_routes(model: ServedModel) -> FastAPI:
+    """The routes, without limits, keys and other checks of a request before them."""
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     for endpoint in (completions, chat, classic, tokens, models):
         app.include_router(
@@ -51,9 +59,7 @@ def make_app(
     app.include_router(page.router())
     _add_state_routes(app, model.loop)
     _add_error_handlers(app)
-    cors = Cors(allow_origins or (["*"] if keys.required else []), names)
-    access = AccessMiddleware(app, keys, cors, names, model.timeout_s)
-    return AnswerMiddleware(access, lambda: app.openapi()["paths"], model.loop.metrics, lines=access_log)
+    return app
 
 
 async def _check_content_type(request: Request) -> None:
