@@ -33,8 +33,7 @@ class Engine(FakeEngine):
         yield
 
     def generate(self, steps: int) -> Any:
-        self.steps = getattr(self, "steps", 0) + 1
-        if self.steps == 20 and os.environ.get("FAKE_FAULT") == "late crash":
+        if self.computed_steps + steps >= 20 and os.environ.get("FAKE_FAULT") == "late crash":
             raise RuntimeError("a device was lost")
         return super().generate(steps)
 
