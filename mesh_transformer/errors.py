@@ -91,10 +91,10 @@ def out_of_memory(error: BaseException | None) -> RunError | None:
     )
 
 
-def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
+def listed(names: Sequence[str], most: int = 5) -> str:
     """Names for a message: the first of them, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return between.join([*names[:most], *more]) or "nothing"
+    return ", ".join([*names[:most], *more]) or "nothing"
 
 
 def plural(count: int, noun: str, several: str = "") -> str:

@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(words, argparse.Namespace(command=command))
     logs.set_up()
     # checked before the connection, which needs credentials
+    if "env" in given:
+        given.env = variables(given.env)
     if given.action is _create:
         given.type = slices.parse(given.type)
     if given.action is _run and not command:
@@ -78,15 +80,15 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
     if arguments.worker not in by_id:
         raise UserError(f"--worker {arguments.worker}: {arguments.name} has workers 0 to {len(by_id) - 1}")
     program, *words = ssh.command_line(by_id[arguments.worker], pod.access)
-    if chosen := variables(arguments.env):
+    if arguments.env:
         # a terminal, which ssh gives to a shell but not to a command
-        words = ["-t", *words, pod.give(chosen, [arguments.worker]) + 'exec "$SHELL" -l']
+        words = ["-t", *words, pod.give(arguments.env, [arguments.worker]) + 'exec "$SHELL" -l']
     os.execvp(program, [program, *words])
 
 
 def _run(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    pod, chosen = _pod(arguments, tpus), variables(arguments.env)
-    line = (pod.give(chosen, arguments.worker) if chosen else "") + shell.line_of(arguments.command)
+    pod = _pod(arguments, tpus)
+    line = (pod.give(arguments.env, arguments.worker) if arguments.env else "") + shell.line_of(arguments.command)
     with _message_on_interrupt("the command may still be running on the hosts"):
         pod.run(line, arguments.worker, timeout_s=arguments.timeout, echo=True)
 

@@ -1,14 +1,19 @@
 """tpu_utils.py as a user runs it: real processes, Google's client, a server on loopback."""
 
+import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from google.rpc import code_pb2
 from support import commands
+from support.local_hosts import local_pod
 from support.tpu_api import TpuApi
 from support.waiting import until
+
+from mesh_transformer.commands import tpu
 
 ZONE = ("--zone", "europe-west4-a")
 
@@ -46,6 +51,8 @@ def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (["ssh", "b", "--env", "NOT_SET"], 2, "error: --env NOT_SET: NOT_SET is not set in this environment"),
+        (["run", "b", "--env", "NOT_SET"], 2, "error: --env NOT_SET: NOT_SET is not set in this environment"),
         (["describe", "b"], 2, "error: TPU b: not found: there is none in europe-west4-a of test"),
         (
             ["create", "b", "--type", "v3-9"],
@@ -103,3 +110,24 @@ def test_interrupted_while_waiting(api: TpuApi, tmp_path: Path) -> None:
         "a: ready" in commands.run("tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment())[0]
     )
     assert api.calls.count("CreateQueuedResource") == 1
+
+
+def test_variables_of_run_and_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both commands give a host the values, without a value on their command lines."""
+    homes = [tmp_path / "w0", tmp_path / "w1"]
+    pod = local_pod(homes, monkeypatch)
+    monkeypatch.setattr(tpu, "Tpus", lambda *_: None)
+    monkeypatch.setattr(tpu, "_pod", lambda *_: pod)
+    monkeypatch.setenv("TOKEN", "it's secret")
+    given = ["b", *ZONE, "--env", "TOKEN", "--env", "OTHER=a b"]
+    tpu.main(["run", *given, "--", 'echo "$TOKEN|$OTHER" > result'])
+    assert [(home / "result").read_text() for home in homes] == ["it's secret|a b\n"] * 2
+    monkeypatch.setattr(os, "execvp", lambda _, words: called.extend(words))
+    called: list[str] = []
+    tpu.main(["ssh", *given, "--worker", "1"])
+    assert "secret" not in " ".join(called)
+    shell = {"PATH": os.environ["PATH"]}
+    line = called[-1].removesuffix('exec "$SHELL" -l') + "printenv TOKEN"
+    done = subprocess.run(["bash", "-c", line], cwd=homes[1], env=shell, capture_output=True, text=True, check=True)
+    assert done.stdout == "it's secret\n"
+    assert not [path for home in homes for path in home.glob(".mesh-transformer-*")]

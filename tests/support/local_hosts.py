@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -35,8 +35,12 @@ class LocalConnection:
         err_stream.write(done.stderr)
         return SimpleNamespace(exited=done.returncode)
 
-    def put(self, source: str, target: str) -> None:
-        shutil.copy(source, self._home / target)
+    def put(self, source: str | IO[bytes], target: str) -> None:
+        if isinstance(source, str):
+            shutil.copy(source, self._home / target)
+        else:
+            # as SFTP does, into the file that is there
+            (self._home / target).write_bytes(source.read())
 
     def get(self, source: str, target: str) -> None:
         shutil.copy(self._home / source, target)
