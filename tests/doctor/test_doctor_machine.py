@@ -13,6 +13,7 @@ from support.doctored import findings, problems
 
 from mesh_transformer import host_memory
 from mesh_transformer.cloud import head
+from mesh_transformer.commands import serve
 from mesh_transformer.doctor import machine, settings
 
 
@@ -102,10 +103,12 @@ def test_the_port_of_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "JAX's coordinator" in fault.found
 
 
-def test_the_ports_are_those_of_the_commands(repo: Path) -> None:
-    serve = re.search(r'"--port", type=int, default=(\d+)', (repo / "mesh_transformer/commands/serve.py").read_text())
-    assert serve is not None
-    assert {int(serve[1]), inspect.signature(head.start).parameters["port"].default} == set(machine.PORTS)
+def test_the_ports_are_those_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    port = re.search(r"--port [^(]*\(default: (\d+)\)", capsys.readouterr().out)
+    assert port is not None
+    assert {int(port[1]), inspect.signature(head.start).parameters["port"].default} == set(machine.PORTS)
 
 
 @pytest.mark.parametrize(
