@@ -17,7 +17,17 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
-from mesh_transformer.ops.attend.storage import Group, NewEntries, Segment, axes_of, capacity, storage, with_copies
+from mesh_transformer.ops.attend.storage import (
+    Group,
+    NewEntries,
+    Segment,
+    axes_of,
+    capacity,
+    positions,
+    storage,
+    with_copies,
+    zeros,
+)
 from mesh_transformer.spec import Axes, CacheEntry
 
 # Positions of the first segment.
@@ -58,8 +68,7 @@ class KVCache:
         def group(layers: int, length: int, entries: Entries) -> Group:
             ends = segment_ends(length) if storage().copies_slices else [length]
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-            shapes = [[(layers, slots, e.heads, size, e.width) for e in entries] for size in sizes]
-            return tuple(tuple(jnp.zeros(shape, dtype) for shape in segment) for segment in shapes)
+            return tuple(tuple(zeros(e, layers, slots, size, dtype) for e in entries) for size in sizes)
 
         layers = list(zip(lengths, entries, strict=True))
         if not stacked:
@@ -302,7 +311,7 @@ class CacheView:
     def capacity(self) -> int:
         """S: the positions that the group holds."""
         (group,) = self.cache.groups
-        return capacity(group)
+        return capacity(group, self.entries)
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
         """The view with these entries, as `update` stores them. In place if the cache is donated; positions from
@@ -310,7 +319,7 @@ class CacheView:
         if self.length > self.capacity:
             positions_BT = positions_BT % self.capacity
         (group,) = self.cache.groups
-        entries = NewEntries(self.names, layer, self.written_B, positions_BT, new, self.length)
+        entries = NewEntries(self.entries, layer, self.written_B, positions_BT, new, self.length)
         written = storage().write(group, entries)
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=(written,)))
 
@@ -328,9 +337,9 @@ class CacheView:
         for segment in group:
             if left <= 0:
                 break
-            size = min(left, segment[0].shape[3])
-            arrays = zip(segment, self.names, strict=True)
-            segments.append(tuple(storage().read(x, name, layer, self.slots_B, size) for x, name in arrays))
+            size = min(left, positions(segment, self.entries))
+            arrays = zip(segment, self.entries, strict=True)
+            segments.append(tuple(storage().read(x, entry, layer, self.slots_B, size) for x, entry in arrays))
             left -= size
         return segments
 
@@ -356,7 +365,7 @@ class CacheView:
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
         """See `KeyValueView`. A ring has none: there they depend on the query."""
-        assert all(self.length <= capacity(group) for group in self.cache.groups)
+        assert all(self.length <= capacity(*group) for group in zip(self.cache.groups, self.cache.entries, strict=True))
         return jnp.arange(self.length)[None]
 
     def _of(self, group: Group, entries: Entries) -> CacheView:
@@ -364,7 +373,7 @@ class CacheView:
         return dataclasses.replace(self, cache=KVCache((group,), (0,) * group[0][0].shape[0], (entries,)))
 
     @property
-    def names(self) -> list[str | None]:
-        """The names of the heads of each entry."""
+    def entries(self) -> Entries:
+        """The kinds of entries."""
         (entries,) = self.cache.entries
-        return [entry.name for entry in entries]
+        return entries

@@ -20,6 +20,7 @@ from einops import rearrange
 
 from mesh_transformer.ops.attend.cached import CacheView
 from mesh_transformer.ops.attend.storage import NewEntries, Segment, Tiled
+from mesh_transformer.spec import CacheEntry
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["before", "positions_B", "groups"], meta_fields=[])
@@ -43,11 +44,13 @@ class DeferredWriteView:
     def of(cls, before: CacheView, positions_B: jax.Array) -> DeferredWriteView:
         """A view without the new entries yet."""
 
-        def empty(x: jax.Array) -> jax.Array:
-            layers, _, heads, _, width = x.shape
-            return jnp.zeros((layers, len(positions_B), 1, heads, width), x.dtype)
+        def empty(x: jax.Array, entry: CacheEntry) -> jax.Array:
+            return jnp.zeros((len(x), len(positions_B), 1, entry.heads, entry.width), x.dtype)
 
-        groups = tuple(tuple(map(empty, group[0])) for group in before.cache.groups)
+        cache = before.cache
+        groups = tuple(
+            tuple(map(empty, group[0], entries)) for group, entries in zip(cache.groups, cache.entries, strict=True)
+        )
         return cls(before, positions_B, groups)
 
     def update(
@@ -90,6 +93,6 @@ class DeferredWriteView:
         positions_B1 = self.positions_B[:, None]
         if before.length > before.capacity:
             positions_B1 = positions_B1 % before.capacity
-        entries = NewEntries(before.names, 0, before.written_B, positions_B1, new, before.length)
+        entries = NewEntries(before.entries, 0, before.written_B, positions_B1, new, before.length)
         written = Tiled().write_layers(group, entries)
         return dataclasses.replace(before, cache=dataclasses.replace(before.cache, groups=(written,)))

@@ -1,6 +1,7 @@
 """How a platform writes the arrays of a cache, reads a layer of them, and multiplies the entries by few queries.
 
-Every kind of cache (keys and values, latents, rings) has arrays (L, N, J, S, K) and uses them through `storage()`.
+Every kind of cache (keys and values, latents, rings) has an array for each of its entries and uses them through
+`storage()`, which decides the order of an array's dimensions: (L, N, J, S, K) or (L, N, J, K, S).
 
 Shapes: L layers, N slots of a cache, B slots of one call, T positions, S positions of a segment, J heads, K dims of a
 head.
@@ -16,19 +17,33 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mesh_transformer.parallel.sharding import active, platform
-from mesh_transformer.spec import Axes
+from mesh_transformer.spec import Axes, CacheEntry
 
 Segment = tuple[jax.Array, ...]
-"""The cache of consecutive positions: one array (L, N, J, S, K) for each `CacheEntry` of the attention."""
+"""The cache of consecutive positions: one array for each `CacheEntry` of the attention."""
 Group = tuple[Segment, ...]
 """The segments of layers that hold equally many positions, in the order of the positions."""
 # dimensions of an array
-SLOT, HEADS, POSITION = 1, 2, 3
+SLOT, HEADS = 1, 2
+# columns of a tile of a TPU's memory
+LANES = 128
 
 
-def capacity(group: Group) -> int:
+def zeros(entry: CacheEntry, layers: int, slots: int, positions: int, dtype: jnp.dtype) -> jax.Array:
+    """An array for the entries of so many positions."""
+    turned = storage().position_axis(entry) == 4
+    last = (entry.width, positions) if turned else (positions, entry.width)
+    return jnp.zeros((layers, slots, entry.heads, *last), dtype)
+
+
+def positions(segment: Segment, entries: Sequence[CacheEntry]) -> int:
+    """The positions of a segment."""
+    return segment[0].shape[storage().position_axis(entries[0])]
+
+
+def capacity(group: Group, entries: Sequence[CacheEntry]) -> int:
     """The positions that a group holds."""
-    return sum(segment[0].shape[POSITION] for segment in group)
+    return sum(positions(segment, entries) for segment in group)
 
 
 def axes_of(name: str | None) -> Axes:
@@ -40,13 +55,13 @@ class NewEntries(NamedTuple):
     """Entries of a layer, and where a group stores them.
 
     Args:
-        names: of the heads of each entry.
+        entries: the kinds of entries, in the order of `arrays`.
         slots_B: int32; a slot beyond the last is not written.
         positions_BT: int32, consecutive, or consecutive modulo the capacity if that is less than `length`.
         length: positions from here on may be dropped, if the group holds more.
     """
 
-    names: Sequence[str | None]
+    entries: Sequence[CacheEntry]
     layer: jax.Array | int
     slots_B: jax.Array
     positions_BT: jax.Array
@@ -64,11 +79,14 @@ class Storage(Protocol):
     rows: ClassVar[int]
     """The fewest rows of a product. Missing rows are filled with copies, whose results are not used."""
 
+    def position_axis(self, entry: CacheEntry) -> int:
+        """The dimension of an array that counts the positions: 3 or 4. The other one is K."""
+
     def write(self, group: Group, new: NewEntries) -> Group:
         """The group with the entries of one layer, (B, T, J, K) each, stored."""
 
     def read(
-        self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
+        self, x: jax.Array, entry: CacheEntry, layer: jax.Array | int, slots_B: jax.Array | None, size: int
     ) -> jax.Array:
         """The first `size` positions of one layer: (B, J, size, K). `slots_B` None reads all slots."""
 
@@ -83,6 +101,10 @@ class Scattered:
     late: ClassVar[bool] = False
     rows: ClassVar[int] = 1
 
+    def position_axis(self, entry: CacheEntry) -> int:
+        """See `Storage`."""
+        return 3
+
     def write(self, group: Group, new: NewEntries) -> Group:
         """See `Storage`."""
         _, layer, slots_B, positions_BT, arrays, length = new
@@ -92,7 +114,7 @@ class Scattered:
             positions_BT, arrays = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), (positions_BT, tuple(arrays)))
         segments, start = list(group), 0
         for i, segment in enumerate(segments):
-            size = segment[0].shape[POSITION]
+            size = positions(segment, new.entries)
             if start < length:
                 inside = (positions_BT >= start) & (positions_BT < start + size)
                 # an index beyond the last position is dropped
@@ -105,7 +127,7 @@ class Scattered:
         return tuple(segments)
 
     def read(
-        self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
+        self, x: jax.Array, entry: CacheEntry, layer: jax.Array | int, slots_B: jax.Array | None, size: int
     ) -> jax.Array:
         """See `Storage`."""
         x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size]
@@ -117,11 +139,13 @@ class Scattered:
 
 
 class Tiled:
-    """The storage of TPUs: positions and K are the two dimensions whose tiles the chip loads.
+    """The storage of TPUs: positions and K are the two dimensions whose tiles of 8 x 128 the chip loads.
 
     libtpu lets the operations choose. The scatter of `Scattered` writes all heads of a position, so that heads and K
     would be tiled. A device's few heads then fill a part of each tile, and to read a layer takes up to 12 times its
-    bytes. So each sequence is written by a slice, and the order of the dimensions is fixed (`_pinned`).
+    bytes. So each sequence is written by a slice, and the order of the dimensions is fixed (`_pinned`). The last one is
+    positions where K does not fill whole tiles, such as 64: else every tile would have columns without numbers, and
+    libtpu would copy the cache into the other order at the start of a call and back at its end.
 
     A product of a few rows would be computed without the matrix unit: there are at least 8.
     """
@@ -130,41 +154,50 @@ class Tiled:
     late: ClassVar[bool] = True
     rows: ClassVar[int] = 8
 
+    def position_axis(self, entry: CacheEntry) -> int:
+        """See `Storage`."""
+        return 4 if entry.width % LANES else 3
+
     def write(self, group: Group, new: NewEntries) -> Group:
         """See `Storage`."""
         return self.write_layers(group, new._replace(arrays=[x[None] for x in new.arrays]))
 
     def write_layers(self, group: Group, new: NewEntries) -> Group:
         """`write` for consecutive layers from `new.layer` on: the arrays are (layers, B, T, J, K) each."""
-        names, layer, slots_B, positions_BT, arrays, length = new
-        ring, several = length > capacity(group), positions_BT.shape[1] > 1
+        entries, layer, slots_B, positions_BT, arrays, length = new
+        held = capacity(group, entries)
         # a chunk that begins before the end of a ring continues at its start
-        laps = (0, capacity(group)) if ring and several else (0,)
+        laps = (0, held) if length > held and positions_BT.shape[1] > 1 else (0,)
         segments, start = [], 0
         for segment in group:
             if start < length:
                 written = []
-                for old, name, x in zip(segment, names, arrays, strict=True):
-                    changed = _pinned(old, name)
+                for old, entry, x in zip(segment, entries, arrays, strict=True):
+                    changed = _pinned(old, entry.name)
                     for lap in laps:
                         starts_B = positions_BT[:, 0] - (start + lap)
-                        changed = _placed(changed, layer, slots_B, starts_B, x.astype(old.dtype))
-                    written.append(_pinned(changed, name))
+                        axis = self.position_axis(entry)
+                        changed = _placed(changed, axis, layer, slots_B, starts_B, x.astype(old.dtype))
+                    written.append(_pinned(changed, entry.name))
                 segment = tuple(written)
             segments.append(segment)
-            start += segment[0].shape[POSITION]
+            start += positions(segment, entries)
         return tuple(segments)
 
     def read(
-        self, x: jax.Array, name: str | None, layer: jax.Array | int, slots_B: jax.Array | None, size: int
+        self, x: jax.Array, entry: CacheEntry, layer: jax.Array | int, slots_B: jax.Array | None, size: int
     ) -> jax.Array:
         """See `Storage`."""
-        x = _pinned(x, name)
+        axis = self.position_axis(entry)
+        x = _pinned(x, entry.name)
         if slots_B is None:
-            return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size]
-        shape = (1, 1, x.shape[HEADS], size, x.shape[-1])
-        slots = [jax.lax.dynamic_slice(x, (layer, slot, 0, 0, 0), shape)[0] for slot in slots_B]
-        return jnp.concatenate(slots)
+            read = jax.lax.slice_in_dim(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), 0, size, axis=axis - 1)
+        else:
+            sizes = [1, 1, *x.shape[HEADS:]]
+            sizes[axis] = size
+            slots = [jax.lax.dynamic_slice(x, (layer, slot, 0, 0, 0), sizes)[0] for slot in slots_B]
+            read = jnp.concatenate(slots)
+        return read if axis == 3 else read.swapaxes(2, 3)
 
     def products(self, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """See `Storage`. Without the barrier, libtpu divides the weights into heads, and copies them out of their stack
@@ -173,25 +206,34 @@ class Tiled:
 
 
 def _placed(
-    old: jax.Array, layer: jax.Array | int, slots_B: jax.Array, starts_B: jax.Array, new_LBTJK: jax.Array
+    old: jax.Array,
+    axis: int,
+    layer: jax.Array | int,
+    slots_B: jax.Array,
+    starts_B: jax.Array,
+    new_LBTJK: jax.Array,
 ) -> jax.Array:
-    """The array with T new positions of each sequence, from index `starts_B` on. Indices outside are left out."""
-    slots, heads, size, width = old.shape[1:]
-    layers, _, length = new_LBTJK.shape[:3]
+    """The array with T new positions of each sequence, along `axis` from index `starts_B` on. Indices outside are left
+    out."""
+    size = old.shape[axis]
+    layers, _, length, *_ = new_LBTJK.shape
     count = min(length, size)
+    sizes = [layers, 1, *old.shape[HEADS:]]
+    sizes[axis] = count
     for number, (slot, start) in enumerate(zip(slots_B, starts_B, strict=True)):
         first = jnp.clip(start, 0, size - count)
-        place = layer, slot, 0, first, 0
-        kept = jax.lax.dynamic_slice(old, place, (layers, 1, heads, count, width))
+        place = [layer, slot, 0, 0, 0]
+        place[axis] = first
+        kept = jax.lax.dynamic_slice(old, place, sizes)
         # the row of `new` that stands at index `first`
         row = first - start
         rows = row + jnp.arange(count)
-        inside = (rows >= 0) & (rows < length) & (slot < slots)
-        new = new_LBTJK[:, number : number + 1].swapaxes(2, 3)
+        inside = (rows >= 0) & (rows < length) & (slot < old.shape[SLOT])
+        new = jnp.moveaxis(new_LBTJK[:, number : number + 1], 2, axis)
         if length > 1:
-            padded = jnp.pad(new, [(0, 0)] * 3 + [(count, count), (0, 0)])
-            new = jax.lax.dynamic_slice_in_dim(padded, row + count, count, axis=3)
-        old = jax.lax.dynamic_update_slice(old, jnp.where(inside[:, None], new, kept), place)
+            padding = [(count, count) if dimension == axis else (0, 0) for dimension in range(new.ndim)]
+            new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, padding), row + count, count, axis=axis)
+        old = jax.lax.dynamic_update_slice(old, jnp.where(inside[:, None] if axis == 3 else inside, new, kept), place)
     return old
 
 
