@@ -145,7 +145,7 @@ def decoded(engine: Any, batch: int, repeats: int = REPEATS) -> dict[str, Any]:
             chunks = [PromptChunk(slot, 0, PROMPT) for slot in range(slot, min(batch, slot + at_once))]
             tokens += [[found.first.token.id] if found.first else [] for found in engine.prefill(chunks)]
         middle = time.perf_counter()
-        while emitted := engine.generate(MAX_STEPS):
+        while emitted := engine.generate(MAX_STEPS)():
             for one in emitted:
                 tokens[one.slot].append(one.token.id)
         seconds = time.perf_counter() - middle

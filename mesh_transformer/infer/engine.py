@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -195,31 +195,42 @@ class SlotEngine:
             if arrays.last_B[row]:
                 request.length = len(request.prompt)
                 drawn_one = jax.tree.map(lambda x, row=row: x[None, row : row + 1], drawn)
-                first = next(self._emitted([chunk.slot], drawn_one), None)
+                first = next(self._emitted([chunk.slot], {chunk.slot: request}, drawn_one), None)
             yield PrefillResult(first, tokens)
 
-    def generate(self, steps: int) -> list[EmittedToken]:
+    def generate(self, steps: int) -> Callable[[], list[EmittedToken]]:
         """See `requests.Engine`. One call computes at most MAX_STEPS steps."""
-        live = [slot for slot, running in self._requests.items() if running.left > 0 and running.length]
-        if not live:
-            return []
+        steps = min(steps, MAX_STEPS)
+        running = {slot: one for slot, one in self._requests.items() if one.left > one.unread and one.length}
+        if not running:
+            return list
+        live = list(running)
         single = len(live) == 1
         rows = live if single else list(range(self.slots))
-        needed = max(self._requests[slot].length for slot in live) + steps
-        n_top = max(self._requests[slot].params.logprobs or 0 for slot in live)
+        needed = max(one.length + one.unread for one in running.values()) + steps
+        n_top = max(one.params.logprobs or 0 for one in running.values())
         self._slots, drawn = self._programs.generate(
             self._params,
             self._slots,
             np.asarray(live, np.int32) if single and self.slots > 1 else None,
-            np.int32(min(steps, MAX_STEPS)),
+            np.int32(steps),
             np.int32(n_top),
             length=next(length for length in self._lengths if length >= min(needed, self.context)),
         )
-        return list(self._emitted(rows, jax.device_get(drawn)))
+        for one in running.values():
+            one.unread += steps
+
+        def read() -> list[EmittedToken]:
+            for one in running.values():
+                one.unread -= steps
+            return list(self._emitted(rows, running, jax.device_get(drawn)))
+
+        return read
 
     def release(self, slot: int) -> None:
         """See `requests.Engine`."""
         running = self._requests.pop(slot)
+        self._ends[slot] = max(self._ends[slot], running.length + min(running.unread, running.left) - 1)
         if running.left > 0:
             self._slots = self._programs.release(self._slots, np.int32(slot))
 
@@ -232,7 +243,7 @@ class SlotEngine:
         """Run each small program once. No slot may be in use."""
         self.insert(0, [0], SamplingParams(max_tokens=2), source=None, reused=0)
         self.prefill([PromptChunk(0, 0, 1)])
-        self.generate(1)
+        self.generate(1)()
         self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
         self._slots = self._programs.release(self._slots, np.int32(0))
         del self._requests[0]
@@ -263,11 +274,16 @@ class SlotEngine:
             bias[token] += value
         return jax.device_put(bias, self._whole)
 
-    def _emitted(self, rows: Sequence[int], drawn: SampledTokens) -> Iterator[EmittedToken]:
-        """The new tokens of the slots `rows`, in order of steps. The arrays of `drawn` have the shape (I, B)."""
+    def _emitted(
+        self, rows: Sequence[int], requests: Mapping[int, _Running], drawn: SampledTokens
+    ) -> Iterator[EmittedToken]:
+        """The new tokens of the slots `rows`, in order of steps, for those of `requests` that have their slots still.
+        The arrays of `drawn` have the shape (I, B)."""
         for step, column in zip(*np.nonzero(drawn.live_B), strict=True):
             slot = rows[column]
-            running = self._requests[slot]
+            running = requests[slot]
+            if self._requests.get(slot) is not running:
+                continue
             sampled = jax.tree.map(lambda x, at=(step, column): x[at], drawn)
             # the newest token is not in the cache yet
             self._ends[slot] = max(self._ends[slot], running.length)
@@ -302,6 +318,8 @@ class _Running:
         self.left = params.max_tokens
         # tokens of prompt and completion; 0 until the prompt is computed
         self.length = 0
+        # steps of calls that were not read yet
+        self.unread = 0
 
     def emit(self, slot: int, token: Token, *, ended: bool) -> EmittedToken:
         """Count a new token."""

@@ -2,7 +2,7 @@
 it."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 # per request
@@ -246,10 +246,14 @@ class Engine(Protocol):
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
         """Compute at most one prompt chunk per slot. The last chunk of a prompt also samples the first new token."""
 
-    def generate(self, steps: int) -> list[EmittedToken]:
-        """Generate up to `steps` tokens, at least 1, for each slot with a computed prompt that is not finished.
+    def generate(self, steps: int) -> Callable[[], list[EmittedToken]]:
+        """Start to generate up to `steps` tokens, at least 1, for each slot with a computed prompt that is not
+        finished.
 
-        At least one such slot must exist. The tokens are in order of steps.
+        Returns:
+            A function that waits for the tokens and returns them, in order of steps, without those of slots that were
+            released meanwhile. Other methods may be called before it, `generate` too: the results of several calls are
+            read in the order of the calls.
         """
 
     def release(self, slot: int) -> None:

@@ -102,6 +102,13 @@ class _Slot:
     last_used: int = 0
 
 
+class _Call(NamedTuple):
+    """A call of `Engine.generate`."""
+
+    steps: int
+    read: Callable[[], list[EmittedToken]]
+
+
 class Scheduler:
     """Schedules requests on an engine. A slot goes to the client with the fewest running requests, and of clients with
     as many to the one whose last slot is longest ago; of a client, the first request comes first. A prefix that is in
@@ -132,9 +139,12 @@ class Scheduler:
         min_copy: int = 8,
         clock: Callable[[], float] | None = None,
     ):
-        self._engine, self._time = engine, clock
+        self._engine, self._time = engine, clock or (lambda: 0.0)
         # of a token of all running requests, in the last step; None: no clock, or a clock that did not go on
         self._token_s: float | None = None
+        # the call that was started before the last one was read, and when that was
+        self._next_call: _Call | None = None
+        self._read_at = 0.0
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
         # in order of arrival
         self._waiting: dict[int, _Request] = {}
@@ -207,17 +217,11 @@ class Scheduler:
         blocked = bool(self._prefilling or (self._waiting and self._free()))
         if self._prefilling:
             self._prefill(outputs)
-        left = [
-            slot.request.params.max_tokens - (len(slot.tokens) - len(slot.request.prompt))
-            for slot in self._slots
-            if slot.request is not None and slot not in self._prefilling
-        ]
-        if left:
-            for emitted in self._generate(1 if blocked else self._most_steps(left)):
-                slot = self._slots[emitted.slot]
-                # this step wrote the previous token to the cache
-                slot.cached += 1
-                self._record_token(slot, emitted, outputs)
+        for emitted in self._generate(blocked):
+            slot = self._slots[emitted.slot]
+            # this step wrote the previous token to the cache
+            slot.cached += 1
+            self._record_token(slot, emitted, outputs)
         return list(outputs.values())
 
     def _most_steps(self, left: Sequence[int]) -> int:
@@ -232,14 +236,39 @@ class Scheduler:
         in_time = self._max_steps if self._token_s is None else int(WAITING_S / self._token_s)
         return max(1, min(self._max_steps, min(left), in_time))
 
-    def _generate(self, steps: int) -> list[EmittedToken]:
-        """Tokens of the running requests. Measures the time of a token."""
-        if self._time is None:
-            return self._engine.generate(steps)
-        began = self._time()
-        generated = self._engine.generate(steps)
-        self._token_s = (self._time() - began) / steps or None
-        return generated
+    def _generate(self, blocked: bool) -> list[EmittedToken]:
+        """The tokens of a call for the running requests. Measures the time of a token.
+
+        With no slot free, the next call is started before this one is read, so that the device computes while the host
+        works on the tokens: unless this call may finish a request, or both together take longer than WAITING_S.
+
+        Args:
+            blocked: something else can be done after one token.
+        """
+        left = [
+            slot.request.params.max_tokens - (len(slot.tokens) - len(slot.request.prompt))
+            for slot in self._slots
+            if slot.request is not None and slot not in self._prefilling
+        ]
+        call, self._next_call = self._next_call, None
+        if not left:
+            return []
+        # a prompt was computed since the call before was read
+        measured = call is None or not blocked
+        began = self._read_at if call else self._time()
+        call = call or self._start(1 if blocked else self._most_steps(left))
+        if not blocked and not self._free() and min(left) > call.steps:
+            steps = self._most_steps([each - call.steps for each in left])
+            if (call.steps + steps) * (self._token_s or 0.0) <= WAITING_S:
+                self._next_call = self._start(steps)
+        tokens = call.read()
+        self._read_at = self._time()
+        if measured:
+            self._token_s = (self._read_at - began) / call.steps or None
+        return tokens
+
+    def _start(self, steps: int) -> _Call:
+        return _Call(steps, self._engine.generate(steps))
 
     def run(self) -> Iterator[RequestOutput]:
         """The outputs of all steps, until all requests are finished."""

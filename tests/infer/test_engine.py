@@ -17,6 +17,7 @@ from support.engines import CASES, GREEDY, SAMPLED, SLOTS, Completion, complete,
 
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
+    EmittedToken,
     PrefillResult,
     PromptChunk,
     SamplingParams,
@@ -126,7 +127,7 @@ def test_a_reused_prefix_gives_the_same_tokens() -> None:
         engine.insert(slot, prompt, SAMPLED, source=source, reused=25)
         made = Completion()
         made.add(engine.prefill([PromptChunk(slot, 25, len(prompt))])[0].first)
-        for one in engine.generate(16):
+        for one in engine.generate(16)():
             made.add(one)
         engine.release(slot)
         assert made.ids == expected.ids
@@ -143,7 +144,7 @@ def test_a_released_slot_keeps_its_cache_while_others_run() -> None:
     engine.insert(1, first + [9], GREEDY, source=1, reused=20)
     made = Completion()
     made.add(engine.prefill([PromptChunk(1, 20, 21)])[0].first)
-    for one in engine.generate(16):
+    for one in engine.generate(16)():
         made.add(one)
     engine.release(1)
     assert made.ids == expected.ids
@@ -167,6 +168,39 @@ def test_logprobs_of_prompt_and_completion_with_alternatives() -> None:
         np.testing.assert_allclose(token.logprob, logprobs[at][token.id], rtol=0, atol=2e-5)
 
 
+def test_a_call_is_read_after_another_request_got_the_slot() -> None:
+    """Two calls are started before the first one is read, one request is cancelled between, the next one takes its
+    slot."""
+    _, _, engine = tiny()
+    prompts = [prompt_of(seed, 20) for seed in range(3)]
+    sampling = SamplingParams(max_tokens=12, temperature=1, seed=5)
+    expected = [complete(engine, [(prompt, sampling)])[0].ids for prompt in prompts]
+    made = [Completion() for _ in prompts]
+
+    def start(request: int, slot: int) -> None:
+        engine.insert(slot, prompts[request], sampling, source=None, reused=0)
+        made[request].add(engine.prefill([PromptChunk(slot, 0, 20)])[0].first)
+
+    def read(tokens: list[EmittedToken], *request_of: int) -> None:
+        for one in tokens:
+            made[request_of[one.slot]].add(one)
+
+    start(0, slot=0)
+    start(1, slot=1)
+    calls = [engine.generate(3), engine.generate(3)]
+    read(calls[0](), 0, 1)
+    engine.release(0)
+    start(2, slot=0)
+    tokens = calls[1]()
+    assert {one.slot for one in tokens} == {1}
+    read(tokens, 2, 1)
+    while tokens := engine.generate(4)():
+        read(tokens, 2, 1)
+    engine.release(0)
+    engine.release(1)
+    assert [one.ids for one in made] == [expected[0][:4], expected[1], expected[2]]
+
+
 def test_a_prompt_alone() -> None:
     _, _, engine = tiny()
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=True)
@@ -174,7 +208,7 @@ def test_a_prompt_alone() -> None:
     (found,) = engine.prefill([PromptChunk(0, 0, 3)])
     assert found == PrefillResult(None, found.prompt)
     assert [token.id for token in found.prompt] == [2, 3]
-    assert engine.generate(4) == []
+    assert engine.generate(4)() == []
     engine.release(0)
 
 

@@ -74,7 +74,7 @@ def prefix(family: str) -> None:
     engine.insert(2, prompt, SAMPLED, source=0, reused=21)
     made = Completion()
     made.add(engine.prefill([PromptChunk(2, 21, len(prompt))])[0].first)
-    for one in engine.generate(16):
+    for one in engine.generate(16)():
         made.add(one)
     engine.release(2)
     assert made.ids == expected.ids

@@ -125,7 +125,7 @@ def continued(engine: SlotEngine, slot: int, prompt: list[int], reused: int) -> 
     made = Completion()
     for start in range(reused, len(prompt), CHUNK):
         made.add(engine.prefill([PromptChunk(slot, start, min(start + CHUNK, len(prompt)))])[0].first)
-    for one in engine.generate(16):
+    for one in engine.generate(16)():
         made.add(one)
     engine.release(slot)
     return made
@@ -174,6 +174,20 @@ def test_a_padded_chunk_counts_with_its_padding() -> None:
     following = prompt[:-1] + prompt_of(4, 5)
     found, expected = (continued(engine, 1, following, reused) for reused in (4 * CHUNK, 0))
     assert found.ids == expected.ids
+
+
+def test_a_call_that_nobody_read_counts() -> None:
+    """The request was cancelled while the call ran: the ring has its positions."""
+    engine, window = ring_engine("mistral"), WINDOWS["mistral"]
+    prompt, sampling = prompt_of(1, 30), SamplingParams(max_tokens=11, temperature=0)
+    engine.insert(0, prompt, sampling, source=None, reused=0)
+    for start in range(0, len(prompt), CHUNK):
+        engine.prefill([PromptChunk(0, start, min(start + CHUNK, len(prompt)))])
+    engine.generate(8)
+    engine.release(0)
+    # the first token is at position 30, the last of the eight that were written at 37
+    shortest = 38 - (window + CHUNK - 1) + window - 1
+    assert [engine.holds(0, length) for length in (shortest - 1, shortest)] == [False, True]
 
 
 # by name: the fields of a released model, and the bytes of a slot with a whole cache and with rings, for 512 tokens of

@@ -413,3 +413,58 @@ def test_a_cancelled_client_is_forgotten():
     while not c.scheduler.idle:
         c.step()
     assert c.admitted == [0, 3]
+
+
+def test_the_next_call_is_started_before_the_last_one_is_read():
+    c = Collector(slots=2, max_steps=8)
+    c.run((PROMPT[:3], params(20)), (OTHER[:3], params(20)))
+    assert c.calls("generate", "read") == [
+        ("generate", 1),
+        ("read", 1),
+        ("generate", 8),
+        ("generate", 8),
+        ("read", 8),
+        ("generate", 2),
+        ("read", 8),
+        ("read", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slots", "token_s"), [(3, 0.001), (2, 0.011)], ids=["a slot is free", "two calls take 110 ms"]
+)
+def test_one_call_at_a_time(slots, token_s):
+    c = Collector(slots=slots, max_steps=8, token_s=token_s)
+    c.run((PROMPT[:3], params(20)), (OTHER[:3], params(20)))
+    calls = c.calls("generate", "read")
+    assert [kind for kind, _ in calls] == ["generate", "read"] * 4
+
+
+@pytest.mark.parametrize("cancelled", [(0,), (0, 1)])
+def test_cancelling_while_a_call_is_not_read(cancelled):
+    """The tokens of the call are those of the slot's request before."""
+    c = Collector(slots=2, max_steps=8)
+    c.submit(0, PROMPT[:3], params(30))
+    c.submit(1, OTHER[:3], params(30))
+    c.submit(2, OTHER[5:9], params(30))
+    c.step()
+    c.step()
+    assert c.calls("generate", "read")[-2:] == [("generate", 8), ("read", 8)]
+    for request in cancelled:
+        c.scheduler.cancel(request)
+        assert len(c.got.pop(request).tokens) == 10
+        del c.requests[request]
+    c.run()
+    assert c.scheduler.stats.cached_tokens == sum(c.engine.known)
+
+
+def test_a_stop_token_while_the_next_call_is_not_read():
+    tokens = [token.id for token in alone(PROMPT[:10], params(9)).tokens]
+    c = Collector(slots=2, max_steps=4)
+    c.run(
+        (PROMPT[:10], params(30, stop_token_ids=(tokens[4],))),
+        (OTHER[:10], params(30)),
+        (OTHER[5:9], params(30)),
+    )
+    assert len(c.got[0].tokens) <= 5
+    assert c.scheduler.stats.cached_tokens == sum(c.engine.known)

@@ -96,7 +96,7 @@ class Traffic(RuleBasedStateMachine):
         assert stats.running == len(c.engine.in_use)
         assert stats.prompt_tokens == sum(len(c.requests[request][0]) for request in c.admitted)
         assert stats.generated_tokens == sum(len(got.tokens) for got in c.got.values())
-        assert stats.cached_tokens == sum(map(len, c.engine.caches))
+        assert stats.cached_tokens == sum(c.engine.known)
         prefills = [stop - start for kind, *_, start, stop in filter(_is_prefill, c.engine.calls)]
         assert stats.prefilled_tokens == sum(prefills)
         assert stats.reused_tokens == sum(call[3] for call in c.engine.calls if call[0] == "insert")

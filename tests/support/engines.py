@@ -111,7 +111,7 @@ def complete(
         for chunk, found in zip(chunks, engine.prefill(chunks), strict=True):
             made[chunk.slot].prompt += found.prompt
             made[chunk.slot].add(found.first)
-    while emitted := engine.generate(steps):
+    while emitted := engine.generate(steps)():
         for one in emitted:
             made[one.slot].add(one)
     for slot in range(len(requests)):

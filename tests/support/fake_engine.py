@@ -6,7 +6,7 @@ A wrong position in a cache changes the tokens, so that they differ from those o
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mesh_transformer.infer.requests import (
     EmittedToken,
@@ -108,6 +108,8 @@ class FakeEngine:
         self.vocab, self.ring, self.delay = vocab, ring, delay
         # the tokens of the valid positions of each slot
         self.caches: list[list[int]] = [[] for _ in range(slots)]
+        # how many of them the caller knows: those whose tokens it read
+        self.known = [0] * slots
         # the end of the positions that were written to each slot, or to the slot that it was copied from
         self.ends = [0] * slots
         self.in_use: dict[int, _Sequence] = {}
@@ -115,6 +117,8 @@ class FakeEngine:
         self.calls: list[tuple] = []
         # of all calls of `generate`
         self.computed_steps = 0
+        # calls of `generate`, and the number of the last one that was read
+        self.started = self.read = 0
 
     def holds(self, slot: int, length: int) -> bool:
         if self.ring is None:
@@ -138,7 +142,7 @@ class FakeEngine:
             assert reused <= len(self.caches[source]), "a position that is not computed"
             assert self.holds(source, reused), "a position that is forgotten"
         taken = [] if source is None else self.caches[source][:reused]
-        self.caches[slot] = taken
+        self.caches[slot], self.known[slot] = taken, reused
         self.ends[slot] = 0 if source is None else self.ends[source]
         self.in_use[slot] = _Sequence(list(prompt), params)
 
@@ -162,25 +166,39 @@ class FakeEngine:
             if params.prompt_logprobs and i + 1 < len(prompt):
                 known.append(report(cache, prompt[i + 1], self.vocab, params.logprobs))
         self.ends[slot] = max(self.ends[slot], stop)
+        self.known[slot] = stop
         last = stop == len(prompt)
         sequence.finished = last and params.max_tokens == 0
         return PrefillResult(self._draw(slot) if last and params.max_tokens else None, known)
 
-    def generate(self, steps: int) -> list[EmittedToken]:
+    def generate(self, steps: int) -> Callable[[], list[EmittedToken]]:
+        """Computes the tokens at once, as a fast device would."""
         self.calls.append(("generate", steps))
         assert steps >= 1
-        emitted = []
+        emitted: list[tuple[_Sequence, EmittedToken]] = []
+        first = self.started == self.read
+        number = self.started = self.started + 1
         for step in range(steps):
             self.computed_steps += 1
             running = [slot for slot, s in sorted(self.in_use.items()) if s.tokens and not s.finished]
-            assert step or running, "there is nothing to generate"
+            assert step or running or not first, "there is nothing to generate"
             if running:
                 time.sleep(self.delay)
             for slot in running:
                 self.caches[slot].append(self.in_use[slot].tokens[-1])
                 self.ends[slot] = max(self.ends[slot], len(self.caches[slot]))
-                emitted.append(self._draw(slot))
-        return emitted
+                emitted.append((self.in_use[slot], self._draw(slot)))
+
+        def read() -> list[EmittedToken]:
+            self.calls.append(("read", steps))
+            assert self.read < number, "results are read in the order of the calls"
+            self.read = number
+            tokens = [token for sequence, token in emitted if self.in_use.get(token.slot) is sequence]
+            for token in tokens:
+                self.known[token.slot] += 1
+            return tokens
+
+        return read
 
     def release(self, slot: int) -> None:
         self.calls.append(("release", slot))
