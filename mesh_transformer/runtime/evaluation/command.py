@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,7 +160,9 @@ def _tables(results: dict[str, Any]) -> str:
     from lm_eval.utils import make_table
 
     kinds = ("results", "groups") if results.get("groups") else ("results",)
-    return "\n".join(make_table(results, kind) for kind in kinds)
+    # the harness's writer of tables would fork this process, which uses devices, once for each core
+    with unittest.mock.patch("multiprocessing.cpu_count", return_value=1):
+        return "\n".join(make_table(results, kind) for kind in kinds)
 
 
 def show(evaluation: Evaluation, output: str | None) -> None:
