@@ -118,6 +118,7 @@ def decode(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from mesh_transformer import platforms
+    from mesh_transformer.infer.cpu.packed import PackedLayer
     from mesh_transformer.runtime.session.engine import ServingEngine
     from mesh_transformer.runtime.session.session import Session
 
@@ -129,10 +130,12 @@ def decode(arguments: argparse.Namespace) -> dict[str, Any]:
     params = init(jax.random.key(0))
     if arguments.by_layer:
         stacks = params["blocks"]
-        params["blocks"] = tuple(
+        layers = (
             {module: jax.tree.map(lambda x, at=row: x[at], stacks[name]) for module, (name, row) in layer.items()}
             for layer in model.rows_by_layer
         )
+        # the arrays as they are: nothing is transposed or joined
+        params["blocks"] = tuple(PackedLayer(layer, joined=(), names=(), sizes=()) for layer in layers)
         del stacks
     engine = ServingEngine(placement, params, slots=arguments.batch, context=arguments.context)
     del params

@@ -61,8 +61,21 @@ def _escaped(argument: object) -> object:
     if isinstance(argument, str | os.PathLike) or (
         isinstance(argument, Exception) and not isinstance(argument, UserError | RunError)
     ):
-        return shown(str(argument))
+        return _OneLine(argument)
     return argument
+
+
+class _OneLine:
+    """An argument whose text is escaped. Its repr() is as before: repr() escapes already."""
+
+    def __init__(self, argument: object):
+        self._argument = argument
+
+    def __str__(self) -> str:
+        return shown(str(self._argument))
+
+    def __repr__(self) -> str:
+        return repr(self._argument)
 
 
 class Progress:

@@ -74,10 +74,13 @@ def test_arguments_of_a_log_line_are_escaped() -> None:
         logs.set_up()
         logs.log.info("%s, %d,\n%s; %s", HOSTILE, 1, OSError(HOSTILE), UserError("a", HOSTILE))
         logging.getLogger("library").warning("a\x1bb\nc")
+        logs.log.info("%r", "a\nb\x1b")
     lines = [line[len("12:00:00 I ") :] for line in stream.getvalue().splitlines()]
     assert lines[0] == f"{ESCAPED}, 1,"
     assert stream.getvalue().splitlines()[1:3] == [f"{ESCAPED}; a", ESCAPED]
     assert lines[3] == r"a\x1bb"
+    # once, not twice
+    assert lines[5] == r"'a\nb\x1b'"
 
 
 def test_names_of_an_archive_are_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

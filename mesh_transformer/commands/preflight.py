@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 
 from mesh_transformer.runtime import cli
 
+# set in the process that compiles
+_COMPILES = "MESH_TRANSFORMER_COMPILES"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments, compile and report."""
+    """Parse the arguments, compile in a process of its own, and report."""
     parser = cli.parser(__doc__, needs_config=True)
     cli.add_model_path(parser, "the checkpoint that tells the model of a config without the group model")
     parser.add_argument(
@@ -62,8 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write a table of the operations of each compiled program to DIR, with their estimated times",
     )
     given = parser.parse_args(arguments)
+    if _COMPILES not in os.environ:
+        return _watched(sys.argv[1:] if arguments is None else arguments)
     cli.starting()
     from mesh_transformer.runtime.preflight import command
 
     options = cli.fields(command.PreflightOptions, given)
     return command.run(given.config_path, given.overrides, options)
+
+
+def _watched(arguments: Sequence[str]) -> int:
+    """Run the command in a process that a compiler may end. A process after it goes on: the program at which it ended
+    is refused, and those before it are on disk."""
+    command = [sys.executable, "-m", "mesh_transformer", "preflight", *arguments]
+    environment = {**os.environ, _COMPILES: "1"}
+    while True:
+        # a process that is begun anew writes all lines again
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+            before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+            assert process.stdout is not None
+            output = process.stdout.read()
+        signal.signal(signal.SIGTERM, before)
+        if process.returncode != -signal.SIGABRT:
+            break
+        sys.stderr.write("the compiler ended the process: the other programs are compiled\n")
+    sys.stdout.buffer.write(output)
+    sys.stdout.flush()
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode

@@ -27,6 +27,10 @@ from mesh_transformer.train.step import peak_bytes
 GIB = 2**30
 # Kept programs; the oldest are deleted. A program of 6B takes about 100 KB.
 MAX_PROGRAMS = 1000
+# The reason for a program that is refused, and not because of its memory.
+COMPILER_FAILED = "the compiler failed"
+# The suffix of the file that exists while a process compiles a program; its number follows.
+BEGUN = ".begun"
 # The packages whose version decides which program a source becomes.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # "Used 19.26G of 15.48G hbm", "the total memory required for ... (512.00G) exceeds available HBM"
@@ -51,7 +55,8 @@ class Compiled:
 def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None) -> Compiled:
     """Compile a program, or read it from `folder`, which keeps compiled programs. None: compile, and keep nothing.
 
-    The program must have been lowered for the devices of `target`.
+    The program must have been lowered for the devices of `target`. A program whose compiler ended the process before,
+    as libtpu does where a check of its own fails, is refused.
     """
     path = None if folder is None else folder / f"{_key(lowered, target)}.json.gz"
     if path is not None and path.exists():
@@ -59,10 +64,32 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None
             kept = Compiled(**json.load(file))
             path.touch()
             return kept
-    compiled = _compile(lowered, {} if target.accelerator.is_tpu else COMPILE_OPTIONS)
-    if path is not None:
-        _keep(path, compiled)
+    options = {} if target.accelerator.is_tpu else COMPILE_OPTIONS
+    if path is None:
+        return _compile(lowered, options)
+    begun = path.with_suffix(f"{BEGUN}-{os.getpid()}")
+    for earlier in path.parent.glob(f"{path.stem}{BEGUN}-*"):
+        if not _runs(int(earlier.suffix.rpartition("-")[2])):
+            return Compiled("", None, f"{COMPILER_FAILED}: it ended the process (delete {earlier} to try again)")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun.touch()
+    try:
+        compiled = _compile(lowered, options)
+    finally:
+        begun.unlink(missing_ok=True)
+    _keep(path, compiled)
     return compiled
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def compiler_versions() -> dict[str, str]:
@@ -84,9 +111,9 @@ def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> Com
         with without_cache():
             compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         message = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in message:
+            return Compiled("", None, f"{COMPILER_FAILED}: {message}")
         needed = _NEEDED.search(str(error))
         unit = 2**20 if needed and needed[2] == "M" else GIB
         return Compiled("", int(float(needed[1]) * unit) if needed else None, message)

@@ -18,7 +18,7 @@ from mesh_transformer.estimate.prediction import (
     predict_serving,
     predict_training,
 )
-from mesh_transformer.estimate.programs import default_folder
+from mesh_transformer.estimate.programs import COMPILER_FAILED, default_folder
 from mesh_transformer.estimate.search import remedies, search
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
 from mesh_transformer.estimate.tpus import INSTALL_LIBTPU, has_libtpu
@@ -28,6 +28,8 @@ from mesh_transformer.runtime.training.config import training_config
 
 # A config and the --set arguments that distinguish it from the given one.
 Case = tuple[Config, Sequence[str]]
+# candidates of a search beyond --compile: libtpu cannot compile some meshes, such as tp 2 on v5e-256
+SPARE = 12
 DEFAULT_SLICES = ("v3-8", "v4-8", "v5e-8", "v6e-8")
 
 
@@ -79,7 +81,7 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     if options.op_table is not None:
         _make_folder(options.op_table)
     plan = [(target, _cases(config, target, options)) for target in targets]
-    total = sum(len(cases) for _, cases in plan) * (2 if options.serve else 1)
+    total = sum(min(len(cases), options.compile) for _, cases in plan) * (2 if options.serve else 1)
     costs = report.Costs(options.steps or config.optimizer.total_steps, options.price)
     progress = logs.Progress("estimating" if all(map(_by_formula, targets)) else "compiling", total, unit="program")
     predictions: list[list[Prediction]] = []
@@ -135,14 +137,14 @@ def _make_folder(folder: str) -> None:
 
 def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Case]:
     """The given config, or with --search the fastest by the closed form; if none fits, the configs that need the least
-    memory."""
+    memory. The last SPARE are for those that the compiler cannot compile."""
     if not options.search:
         return [(config, ())]
     if target.slices > 1:
         log.warning("%s: the search does not model several slices: the given config is compiled", target.name)
         return [(config, ())]
     try:
-        candidates = search(config, target.n_devices, target.accelerator, options.compile)
+        candidates = search(config, target.n_devices, target.accelerator, options.compile + SPARE)
     except UserError as error:
         # the row of the given config says why it does not fit
         log.warning("%s: %s", target.name, error)
@@ -158,14 +160,20 @@ def _predictions(
     def announce(program: str, mesh: MeshShape) -> None:
         progress.begin(f"{target.name} {program} on {report.mesh_text(mesh)}")
 
+    left = options.compile
     for number, (config, changes) in enumerate(cases, 1):
         table = _op_table(target, number, options)
         if _by_formula(target):
             yield estimate_training(config, target, changes)
+            left -= 1
         elif options.serve:
             yield from predict_serving(config, target, changes, folder, options.slots, announce, table)
         else:
-            yield predict_training(config, target, changes, folder, announce, table)
+            row = predict_training(config, target, changes, folder, announce, table)
+            yield row
+            left -= not (row.reason or "").startswith(COMPILER_FAILED)
+        if options.search and not left:
+            break
 
 
 def _op_table(target: Target, number: int, options: PreflightOptions) -> OpTable | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mesh_transformer.errors import plural
 from mesh_transformer.estimate.prediction import FORMULA, FORMULA_MEMORY, FORMULA_TIME, Prediction
+from mesh_transformer.estimate.programs import COMPILER_FAILED
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import PARTS
 from mesh_transformer.estimate.tpus import INSTALL_LIBTPU
@@ -68,7 +69,9 @@ class Costs(NamedTuple):
 
 def verdict(row: Prediction) -> str:
     """A few words for the progress line."""
-    return f"fits, {row.tokens_per_s:,.0f} tokens/s" if row.fits else "does not fit"
+    if row.fits:
+        return f"fits, {row.tokens_per_s:,.0f} tokens/s"
+    return "does not compile" if (row.reason or "").startswith(COMPILER_FAILED) else "does not fit"
 
 
 def print_json(row: Prediction, target: Target, costs: Costs) -> None:

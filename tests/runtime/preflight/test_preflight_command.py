@@ -3,17 +3,24 @@
 import csv
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from support.builders import TINY
 
-from mesh_transformer.config import parse_config
+from mesh_transformer.commands import preflight as commands_preflight
+from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate.prediction import estimate_training
-from mesh_transformer.estimate.target import gpu_target
+from mesh_transformer.estimate import programs
+from mesh_transformer.estimate.prediction import Prediction, estimate_training
+from mesh_transformer.estimate.programs import COMPILER_FAILED, Compiled
+from mesh_transformer.estimate.target import Target, gpu_target
 from mesh_transformer.runtime.preflight import command
 from mesh_transformer.runtime.preflight.command import PreflightOptions
 
@@ -181,6 +188,61 @@ def test_search(preflight):
     again, (same,) = preflight(*best["set"], tpu=["v5e-8"])
     assert again == 0
     assert {**same, "set": None} == {**best, "set": None}
+
+
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.tpu
+def test_the_search_goes_on_where_the_compiler_fails(preflight, monkeypatch, messages):
+    """As libtpu fails for tp 2 on v5e-256: such a program is none of those of --compile."""
+
+    def predict(config: Config, target: Target, changes: list[str], *_: Any) -> Prediction:
+        row = estimate_training(config, target, changes)
+        failed = config.mesh.tp == 1
+        return replace(row, fits=False, reason=f"{COMPILER_FAILED}: why") if failed else row
+
+    monkeypatch.setattr(command, "predict_training", predict)
+    code, rows = preflight(tpu=["v5e-8"], search=True, compile=2)
+    assert code == 0
+    assert [row["fits"] for row in rows].count(True) == 2
+    assert rows[-1]["fits"]
+    assert not rows[0]["fits"]
+    assert "does not compile" in messages[-1]
+
+
+def test_a_process_that_the_compiler_ends_is_followed_by_another(tmp_path, monkeypatch, capfd):
+    """Its lines are written once, by the process that reaches the end."""
+    program = tmp_path / "python"
+    count = tmp_path / "count"
+    program.write_text(f"""#!/bin/sh
+echo "$3 $4 $5 $MESH_TRANSFORMER_COMPILES"
+echo x >> {count}
+[ "$(wc -l < {count})" -lt 3 ] && kill -ABRT $$
+exit 1
+""")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert commands_preflight.main(["--config", "c.json"]) == 1
+    printed = capfd.readouterr()
+    assert printed.out == "preflight --config c.json 1\n"
+    assert printed.err.count("the compiler ended the process") == 2
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_program_that_ended_its_compiler_is_refused(tmp_path, monkeypatch, ended):
+    """Not one that another process compiles now."""
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    target = gpu_target("h100")
+    monkeypatch.setattr(programs, "_compile", lambda *_: Compiled("", 7))
+    with subprocess.Popen(["sleep", "600"]) as process:
+        (tmp_path / f"{programs._key(lowered, target)}.json{programs.BEGUN}-{process.pid}").touch()
+        if ended:
+            process.kill()
+            process.wait()
+        compiled = programs.compile_for(lowered, target, tmp_path)
+        process.kill()
+    assert (compiled.refused is not None) == ended
+    assert (compiled.peak_bytes is None) == ended
+    assert len(list(tmp_path.glob(f"*{programs.BEGUN}-*"))) == 1
 
 
 @pytest.mark.usefixtures("libtpu")
