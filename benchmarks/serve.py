@@ -59,7 +59,9 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
 
     platforms.CompileCache()
     made = open_engine(config_of(arguments), Checkpoint.open(arguments.ckpt), slots=arguments.slots)
-    list(made.warm_up())
+    made.warm_up()
+    for program in made.programs():
+        made.compile(program)
     rates = []
     # the first pass is a warm-up
     for _ in range(2):

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -114,6 +114,7 @@ def request(entered: Entered) -> None:
     from mesh_transformer.data.tokens.tokenizer import ByteTokenizer
     from mesh_transformer.infer.cpu.packed import pack
     from mesh_transformer.infer.engine import SlotEngine
+    from mesh_transformer.infer.program_table import ProgramCounts
     from mesh_transformer.runtime.serving.app import make_app
     from mesh_transformer.runtime.serving.keys import ApiKeys
     from mesh_transformer.runtime.serving.loop import EngineLoop
@@ -121,8 +122,16 @@ def request(entered: Entered) -> None:
     from mesh_transformer.runtime.serving.start import ServeOptions, Service, bind
 
     class Engine(SlotEngine):
-        def warm_up(self) -> Iterator[None]:
-            yield
+        program_counts = ProgramCounts(0, 0)
+
+        def warm_up(self) -> None:
+            pass
+
+        def compile_rest(self, on_compiled: Callable[[], None]) -> None:
+            pass
+
+        def close(self) -> bool:
+            return True
 
     placement = _program().placement
     model, params = placement.model, placement.model.init(jax.random.key(0))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from mesh_transformer.infer.cpu.model import placed
+from mesh_transformer.infer.program_table import Generate, Prefill, Program
 from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SampledTokens, SlotPrograms, blank
 from mesh_transformer.infer.requests import (
     OPTIONS,
@@ -27,6 +29,7 @@ from mesh_transformer.parallel.sharding import Params
 MIN_CHUNK = 128
 # prompt tokens of one call
 MAX_PREFILL_TOKENS = 512
+_OneProgram = TypeVar("_OneProgram", bound=Program)
 
 
 def cache_positions(longest: int, context: int | None) -> int:
@@ -47,8 +50,10 @@ class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 
     Chunk sizes are powers of two, and the largest size. The first chunk of a prompt attends to itself, unless it is
-    scored; `generate` reads one of the lengths of `segment_ends` or the whole context, on every platform. One call
-    computes several chunks if each one starts its prompt.
+    scored; a later chunk and `generate` read one of the lengths of `segment_ends` or the whole context, on every
+    platform; a scored chunk reads the whole context. One call computes several chunks if each one starts its prompt.
+
+    A program is compiled when it is needed. A subclass may compile elsewhere: see `available`.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class SlotEngine:
         self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
         # the attention lengths of compiled programs; the last one is the whole context
         self._lengths = sorted({*segment_ends(max(held.values())), self.context})
+        # by program; another thread may add to it
+        self.compiled: dict[Program, Callable[..., Any]] = {}
         self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk)
         self._slots = self._programs.empty()
         # for each slot, the end of the positions that were written, with the padding of chunks
@@ -106,6 +113,10 @@ class SlotEngine:
     def holds(self, slot: int, length: int) -> bool:
         """See `requests.Engine`. A ring of S positions holds the last S that were written."""
         return all(self._ends[slot] - size <= max(0, length - window + 1) for window, size in self._rings)
+
+    def ready(self, start: int, stop: int, scored: bool) -> bool:
+        """See `requests.Engine`."""
+        return self._alone(start, stop, scored) is not None
 
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
@@ -143,21 +154,48 @@ class SlotEngine:
         rows."""
         alike: dict[int, list[PromptChunk]] = {}
         for chunk in chunks:
-            scored = self._requests[chunk.slot].params.prompt_logprobs
-            later = chunk.start > 0 or scored
-            size = next(n for n in self._sizes(later) if n >= chunk.stop - chunk.start)
-            if later or self._rows(size) == 1:
-                yield _Group([chunk], 1, size, self.context if later else size, scored)
+            program = self._alone(chunk.start, chunk.stop, self._requests[chunk.slot].params.prompt_logprobs)
+            assert program is not None, "a chunk whose program is not compiled"
+            if program.scored or program.length > program.size or self._rows(program.size) == 1:
+                yield _Group([chunk], program)
             else:
-                alike.setdefault(size, []).append(chunk)
+                alike.setdefault(program.size, []).append(chunk)
         for size, sized_chunks in alike.items():
-            rows = self._rows(size)
-            for first in range(0, len(sized_chunks), rows):
-                part = sized_chunks[first : first + rows]
-                if 2 * len(part) > rows:
-                    yield _Group(part, rows, size, size)
+            together = Prefill(self._rows(size), size, size)
+            for first in range(0, len(sized_chunks), together.rows):
+                part = sized_chunks[first : first + together.rows]
+                if 2 * len(part) > together.rows and self.available(together):
+                    yield _Group(part, together)
                 else:
-                    yield from (_Group([chunk], 1, size, size) for chunk in part)
+                    yield from (_Group([chunk], together._replace(rows=1)) for chunk in part)
+
+    def _alone(self, start: int, stop: int, scored: bool) -> Prefill | None:
+        """The program with the least work that computes a chunk alone, of those that are available. If it is not the
+        best, the best one is compiled next."""
+        programs: list[Prefill] = []
+        if not start and not scored:
+            programs += (Prefill(1, size, size) for size in self._sizes(later=False))
+        for size in self._sizes(later=True):
+            lengths = [self.context] if scored else self._chunk_lengths(size)
+            programs += (Prefill(1, size, length, scored) for length in lengths)
+        enough = [one for one in programs if one.size >= stop - start and one.length >= stop]
+        return self._first_available(enough)
+
+    def _first_available(self, programs: Sequence[_OneProgram]) -> _OneProgram | None:
+        """The first program that is available. The very first is compiled next if it is not."""
+        for program in programs:
+            if self.available(program):
+                return program
+            if program is programs[0]:
+                self.want(program)
+        return None
+
+    def available(self, program: Program) -> bool:
+        """Whether a program may be called now. Here each one may: the call compiles it."""
+        return True
+
+    def want(self, program: Program) -> None:
+        """Compile a program next that is not available."""
 
     def _sizes(self, later: bool) -> list[int]:
         """Chunk sizes: powers of two and the largest size. For `later` chunks (not at the start, or scored) only
@@ -165,24 +203,29 @@ class SlotEngine:
         sizes = [MIN_CHUNK << i for i in range(16) if MIN_CHUNK << i < self._max_chunk]
         return [*(sizes[:1] if later else sizes), self._max_chunk]
 
+    def _chunk_lengths(self, size: int) -> list[int]:
+        """The attention lengths of later chunks. Those of the largest size also have the middle between two lengths: a
+        long prompt consists of them, and half of a length is much of its arithmetic."""
+        between = [(a + b) // 2 for a, b in itertools.pairwise(self._lengths)] if size == self._max_chunk else []
+        return [length for length in sorted([*self._lengths, *between]) if length > size or length == self.context]
+
     def _rows(self, size: int) -> int:
         """Number of chunks of this size that one program call computes."""
         return max(1, min(self.slots, self.max_prefill_tokens // size))
 
     def _prefill(self, group: _Group) -> Iterator[PrefillResult]:
         running = [self._requests[chunk.slot] for chunk in group.chunks]
-        arrays = ChunkBatch.none(group.rows, group.size)
+        program = group.program
+        arrays = ChunkBatch.none(program.rows, program.size)
         for row, (chunk, request) in enumerate(zip(group.chunks, running, strict=True)):
             count, following = chunk.stop - chunk.start, request.prompt[chunk.start + 1 : chunk.stop + 1]
             arrays.slots_B[row], arrays.start_B[row], arrays.count_B[row] = chunk.slot, chunk.start, count
             arrays.tokens_BP[row, :count] = request.prompt[chunk.start : chunk.stop]
             arrays.targets_BP[row, : len(following)] = following
             arrays.last_B[row] = chunk.stop == len(request.prompt)
-            self._ends[chunk.slot] = max(self._ends[chunk.slot], chunk.start + group.size)
+            self._ends[chunk.slot] = max(self._ends[chunk.slot], chunk.start + program.size)
         n_top = max(request.params.logprobs or 0 for request in running)
-        self._slots, drawn, scores = self._programs.prefill(
-            self._params, self._slots, arrays, np.int32(n_top), length=group.length, scored=group.scored
-        )
+        self._slots, drawn, scores = self._call(program, arrays, np.int32(n_top))
         if arrays.last_B.any():
             drawn = jax.device_get(drawn)
         for row, (chunk, request) in enumerate(zip(group.chunks, running, strict=True)):
@@ -198,25 +241,25 @@ class SlotEngine:
                 first = next(self._emitted([chunk.slot], {chunk.slot: request}, drawn_one), None)
             yield PrefillResult(first, tokens)
 
-    def generate(self, steps: int) -> Callable[[], list[EmittedToken]]:
+    def generate(self, steps: int) -> Callable[[], list[EmittedToken]] | None:
         """See `requests.Engine`. One call computes at most MAX_STEPS steps."""
         steps = min(steps, MAX_STEPS)
         running = {slot: one for slot, one in self._requests.items() if one.left > one.unread and one.length}
         if not running:
             return list
+        needed = {slot: min(one.length + one.unread + steps, self.context) for slot, one in running.items()}
+        program = self._generator(len(needed) == 1, max(needed.values()))
+        if program is None:
+            # of the slots for which a program is there, the one with the fewest tokens: it may end first
+            slot = min(needed, key=needed.__getitem__)
+            program, running = self._generator(True, needed[slot]), {slot: running[slot]}
+        if program is None:
+            return None
         live = list(running)
-        single = len(live) == 1
-        rows = live if single else list(range(self.slots))
-        needed = max(one.length + one.unread for one in running.values()) + steps
+        rows = live if program.single else list(range(self.slots))
         n_top = max(one.params.logprobs or 0 for one in running.values())
-        self._slots, drawn = self._programs.generate(
-            self._params,
-            self._slots,
-            np.asarray(live, np.int32) if single and self.slots > 1 else None,
-            np.int32(steps),
-            np.int32(n_top),
-            length=next(length for length in self._lengths if length >= min(needed, self.context)),
-        )
+        slots_B = np.asarray(live, np.int32) if program.single else None
+        self._slots, drawn = self._call(program, slots_B, np.int32(steps), np.int32(n_top))
         for one in running.values():
             one.unread += steps
 
@@ -234,37 +277,72 @@ class SlotEngine:
         if running.left > 0:
             self._slots = self._programs.release(self._slots, np.int32(slot))
 
-    def programs(self) -> list[Callable[[], Any]]:
-        """Functions that compile one program each. The first three programs suffice to start a short prompt."""
-        prefills, generates = list(self._every_prefill()), list(self._every_generate())
-        return [*prefills[:1], *generates[:2], *prefills[1:], *generates[2:]]
+    def first_programs(self) -> list[Program]:
+        """The programs of the beginning of a short chat: its prompt, and tokens of one slot and of all."""
+        shortest = self._sizes(later=False)[0]
+        return [Prefill(1, shortest, shortest), *self._generators(self._lengths[0])]
+
+    def programs(self) -> list[Program]:
+        """All programs but those that are scored, in the order in which a server needs them.
+
+        After the first programs come those that can do the work of all others, because they read the whole context:
+        then longer chats, with their later turns, then longer prompts, and prompts that are computed together.
+        """
+        sizes, later, lengths = self._sizes(later=False), self._sizes(later=True), self._lengths
+        programs = self.first_programs()
+        programs += [*self._generators(lengths[-1])[::-1], Prefill(1, sizes[-1], sizes[-1])]
+        programs += (Prefill(1, size, lengths[-1]) for size in later)
+        for length in lengths:
+            programs += self._generators(length)
+            programs += (Prefill(1, size, length) for size in later if size < length)
+        programs += (Prefill(1, size, size) for size in sizes)
+        programs += (Prefill(1, size, length) for size in later for length in self._chunk_lengths(size))
+        programs += (Prefill(self._rows(size), size, size) for size in sizes)
+        return list(dict.fromkeys(programs))
 
     def run_once(self) -> None:
         """Run each small program once. No slot may be in use."""
         self.insert(0, [0], SamplingParams(max_tokens=2), source=None, reused=0)
         self.prefill([PromptChunk(0, 0, 1)])
-        self.generate(1)()
+        if read := self.generate(1):
+            read()
         self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
         self._slots = self._programs.release(self._slots, np.int32(0))
         del self._requests[0]
         jax.block_until_ready(self._slots)
 
-    def _every_prefill(self) -> Iterator[Callable[[], Any]]:
-        """All programs that `_groups` can need."""
-        begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
-        later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
-        for rows, size, length, scored in sorted(begin | later):
-            arguments = ChunkBatch.none(rows, size), np.int32(0)
-            yield self._compiler(self._programs.prefill, *arguments, length=length, scored=scored)
+    def _generators(self, length: int) -> list[Generate]:
+        """The programs that generate with this length: for one slot and for all."""
+        return [Generate(single, length) for single in (True, False)[-self.slots :]]
 
-    def _every_generate(self) -> Iterator[Callable[[], Any]]:
-        for length in self._lengths:
-            for slots in (np.zeros(1, np.int32), None)[-self.slots :]:
-                arguments = slots, np.int32(0), np.int32(0)
-                yield self._compiler(self._programs.generate, *arguments, length=length)
+    def _generator(self, single: bool, needed: int) -> Generate | None:
+        """The program with the least work that generates with `needed` positions, of those that are available: for one
+        slot if it is `single`, or for all."""
+        lengths = [length for length in self._lengths if length >= needed]
+        programs = [one for length in lengths for one in self._generators(length) if single or not one.single]
+        return self._first_available(programs)
 
-    def _compiler(self, program: Any, *arguments: Any, **static: Any) -> Callable[[], Any]:
-        return lambda: program.lower(self._params, self._slots, *arguments, **static).compile()
+    def compile(self, program: Program) -> None:
+        """Compile a program, in any thread."""
+        if program in self.compiled:
+            return
+        # another thread replaces the arrays of the slots meanwhile
+        params, slots = self._params, self._programs.abstract
+        if isinstance(program, Prefill):
+            chunks = ChunkBatch.none(program.rows, program.size)
+            lowered = self._programs.prefill.lower(
+                params, slots, chunks, np.int32(0), length=program.length, scored=program.scored
+            )
+        else:
+            slots_B = np.zeros(1, np.int32) if program.single else None
+            lowered = self._programs.generate.lower(
+                params, slots, slots_B, np.int32(0), np.int32(0), length=program.length
+            )
+        self.compiled[program] = lowered.compile()
+
+    def _call(self, program: Program, *arguments: Any) -> Any:
+        self.compile(program)
+        return self.compiled[program](self._params, self._slots, *arguments)
 
     def _bias(self, params: SamplingParams) -> Any:
         if not params.logit_bias:
@@ -294,20 +372,10 @@ class SlotEngine:
 
 
 class _Group(NamedTuple):
-    """Prompt chunks for one program call.
-
-    Args:
-        rows: rows of the batch; there may be fewer chunks.
-        size: tokens per row.
-        length: positions of the cache that attention reads.
-        scored: whether the log-probabilities of the prompt's tokens are returned.
-    """
+    """Prompt chunks for one call of a program."""
 
     chunks: list[PromptChunk]
-    rows: int
-    size: int
-    length: int
-    scored: bool = False
+    program: Prefill
 
 
 class _Running:

@@ -231,6 +231,10 @@ class Engine(Protocol):
     def holds(self, slot: int, length: int) -> bool:
         """Whether a request can continue after the first `length` of a slot's cached positions."""
 
+    def ready(self, start: int, stop: int, scored: bool) -> bool:
+        """Whether a program for a prompt chunk of these positions is compiled, `scored` for one whose request has
+        `prompt_logprobs`. If it is not, it is compiled next."""
+
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:
@@ -244,16 +248,17 @@ class Engine(Protocol):
         """
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
-        """Compute at most one prompt chunk per slot. The last chunk of a prompt also samples the first new token."""
+        """Compute at most one prompt chunk per slot, each of them `ready`. The last chunk of a prompt also samples the
+        first new token."""
 
-    def generate(self, steps: int) -> Callable[[], list[EmittedToken]]:
+    def generate(self, steps: int) -> Callable[[], list[EmittedToken]] | None:
         """Start to generate up to `steps` tokens, at least 1, for each slot with a computed prompt that is not
         finished.
 
         Returns:
             A function that waits for the tokens and returns them, in order of steps, without those of slots that were
             released meanwhile. Other methods may be called before it, `generate` too: the results of several calls are
-            read in the order of the calls.
+            read in the order of the calls. None: no program for these slots is compiled yet.
         """
 
     def release(self, slot: int) -> None:

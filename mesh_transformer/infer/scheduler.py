@@ -145,6 +145,8 @@ class Scheduler:
         # the call that was started before the last one was read, and when that was
         self._next_call: _Call | None = None
         self._read_at = 0.0
+        # whether the last step had nothing to do until a program is compiled
+        self.waits = False
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
         # in order of arrival
         self._waiting: dict[int, _Request] = {}
@@ -209,14 +211,17 @@ class Scheduler:
         admitted before.
 
         Returns:
-            An output for each request that has new tokens or is finished. Empty if there are no requests.
+            An output for each request that has new tokens or is finished. Empty if there are no requests, or if all of
+            them wait for programs (`waits`).
         """
         outputs: dict[int, RequestOutput] = {}
         while self._admit():
             pass
-        blocked = bool(self._prefilling or (self._waiting and self._free()))
-        if self._prefilling:
-            self._prefill(outputs)
+        chunks = self._chunks()
+        blocked = bool(chunks or (self._waiting and self._free()))
+        if chunks:
+            self._prefill(chunks, outputs)
+        self.waits = not chunks and not self.idle
         for emitted in self._generate(blocked):
             slot = self._slots[emitted.slot]
             # this step wrote the previous token to the cache
@@ -257,6 +262,9 @@ class Scheduler:
         measured = call is None or not blocked
         began = self._read_at if call else self._time()
         call = call or self._start(1 if blocked else self._most_steps(left))
+        if call is None:
+            return []
+        self.waits = False
         if not blocked and not self._free() and min(left) > call.steps:
             steps = self._most_steps([each - call.steps for each in left])
             if (call.steps + steps) * (self._token_s or 0.0) <= WAITING_S:
@@ -267,8 +275,9 @@ class Scheduler:
             self._token_s = (self._read_at - began) / call.steps or None
         return tokens
 
-    def _start(self, steps: int) -> _Call:
-        return _Call(steps, self._engine.generate(steps))
+    def _start(self, steps: int) -> _Call | None:
+        read = self._engine.generate(steps)
+        return None if read is None else _Call(steps, read)
 
     def run(self) -> Iterator[RequestOutput]:
         """The outputs of all steps, until all requests are finished."""
@@ -347,8 +356,12 @@ class Scheduler:
     def _fits(self, request: _Request, reused: int) -> bool:
         """Whether a prompt can join this step: as a whole, and if no prompt that is being computed will give it a
         prefix of `min_copy` tokens that is longer than the one it reuses."""
-        prefilling = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
-        left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
+        # not those that wait for a program
+        slots = [slot for slot in self._prefilling if self._chunk(slot, self._engine.max_prefill_tokens)]
+        if not slots:
+            return True
+        prefilling = [slot.request.prompt for slot in slots if slot.request is not None]
+        left = sum(len(slot.tokens) - slot.cached for slot in slots)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
             return False
         longest = max(min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in prefilling)
@@ -371,18 +384,39 @@ class Scheduler:
         slot = next(lossless, free[0])
         source = best if longest >= self._min_copy and reusable[slot.index] < longest else slot
         reused = reusable[source.index]
+        if reused and not self._ready(request, reused) and self._ready(request, 0):
+            # the program that starts the prompt anew is there, the other one is not yet
+            return free[0], None, 0
         return slot, source if reused else None, reused
 
-    def _prefill(self, outputs: dict[int, RequestOutput]) -> None:
-        """Compute the next chunks of the prompts in prefill."""
-        slots, room = self._prefilling, self._engine.max_prefill_tokens
-        chunks = []
-        for slot in slots:
-            stop = min(slot.cached + room, len(slot.tokens))
-            chunks.append(PromptChunk(slot.index, slot.cached, stop))
-            room -= stop - slot.cached
-        self._prefilling = []
-        for slot, chunk, result in zip(slots, chunks, self._engine.prefill(chunks), strict=True):
+    def _ready(self, request: _Request, start: int) -> bool:
+        """Whether a program for the chunk from `start` on is compiled."""
+        stop = min(start + self._engine.max_prefill_tokens, len(request.prompt))
+        return self._engine.ready(start, stop, request.params.prompt_logprobs)
+
+    def _chunk(self, slot: _Slot, room: int) -> PromptChunk | None:
+        """The next chunk of a prompt, of at most `room` tokens. None if its program is not compiled yet."""
+        assert slot.request is not None
+        stop = min(slot.cached + room, len(slot.tokens))
+        ready = self._engine.ready(slot.cached, stop, slot.request.params.prompt_logprobs)
+        return PromptChunk(slot.index, slot.cached, stop) if ready else None
+
+    def _chunks(self) -> list[PromptChunk]:
+        """The chunks of this step: one of the first prompt whose program is compiled, then whole prompts that fit."""
+        chunks: list[PromptChunk] = []
+        room = self._engine.max_prefill_tokens
+        for slot in self._prefilling:
+            if chunks and len(slot.tokens) - slot.cached > room:
+                continue
+            if chunk := self._chunk(slot, room):
+                chunks.append(chunk)
+                room -= chunk.stop - chunk.start
+        return chunks
+
+    def _prefill(self, chunks: Sequence[PromptChunk], outputs: dict[int, RequestOutput]) -> None:
+        """Compute these chunks of the prompts in prefill."""
+        for chunk, result in zip(chunks, self._engine.prefill(chunks), strict=True):
+            slot = self._slots[chunk.slot]
             request = slot.request
             assert request is not None
             self._counters["prefilled_tokens"] += chunk.stop - chunk.start
@@ -390,8 +424,9 @@ class Scheduler:
             if result.prompt:
                 outputs.setdefault(request.id, RequestOutput(request.id)).prompt.extend(result.prompt)
             if chunk.stop < len(request.prompt):
-                self._prefilling.append(slot)
-            elif result.first is not None:
+                continue
+            self._prefilling.remove(slot)
+            if result.first is not None:
                 self._record_token(slot, result.first, outputs)
             else:
                 # max_tokens is 0

@@ -1,10 +1,7 @@
 """The engine against the original program, against a reference in numpy, and with different requests in the other
 slots."""
 
-import collections
 import functools
-import re
-from pathlib import Path
 from typing import Any
 
 import golden
@@ -16,13 +13,13 @@ from support.builders import TINY, program
 from support.engines import CASES, GREEDY, SAMPLED, SLOTS, Completion, complete, engine_of, prompt_of
 
 from mesh_transformer.infer.engine import SlotEngine
+from mesh_transformer.infer.program_table import Prefill, Program
 from mesh_transformer.infer.requests import (
     EmittedToken,
     PrefillResult,
     PromptChunk,
     SamplingParams,
 )
-from mesh_transformer.runtime.session.engine import ServingEngine
 
 
 @functools.cache
@@ -227,50 +224,18 @@ def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None
     assert made.ids == reference.complete(run, params, prompt_of(2, 11), GREEDY)[0]
 
 
-@pytest.mark.parametrize("max_prefill_tokens", [32, 128], ids=["chunks", "several prompts"])
-def test_warming_up_leaves_nothing_to_compile(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_prefill_tokens: int
-) -> None:
-    """The second time, the engine can serve requests after three programs, and loads the others later."""
-    run, params, _ = tiny()
-    monkeypatch.setattr(ServingEngine, "_warm_up_marker", lambda _: tmp_path / "mark")
-
-    def compiled() -> collections.Counter[str]:
-        names = (re.search(r"Compiling jit\((\w+)\)", record.getMessage()) for record in caplog.records)
-        found = collections.Counter(name[1] for name in names if name)
-        return collections.Counter({name: found[name] for name in ("_prefill", "_generate")})
-
-    jax.config.update("jax_log_compiles", True)  # for all threads
-    try:
-        for first in ({"_prefill": 3, "_generate": 2}, {"_prefill": 1, "_generate": 2}):
-            caplog.clear()
-            placement = run.placement.for_decoding()
-            engine = ServingEngine(placement, params, slots=2, max_prefill_tokens=max_prefill_tokens)
-            warming = engine.warm_up()
-            next(warming)
-            assert compiled() == first
-            assert len(list(warming)) == 5 - sum(first.values())
-            before = compiled()
-            complete(engine, [(prompt_of(1, 21), SAMPLED), (prompt_of(2, 50), CASES["2-grams"])])
-            complete(engine, [(prompt_of(1, 21), CASES["bias"])])
-            assert compiled() == before
-            assert before["_prefill"] == 3
-    finally:
-        jax.config.update("jax_log_compiles", False)
-        caplog.clear()
-
-
 def test_prompts_of_one_size_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """They do if they fill more than half of a program's rows."""
     _, _, engine = tiny()
     calls = []
-    prefill = engine._programs.prefill
+    call = engine._call
 
-    def recorded_prefill(params: Any, slots: Any, chunks: Any, *rest: Any, length: int, scored: bool) -> Any:
-        calls.append((chunks.count_B.tolist(), length))
-        return prefill(params, slots, chunks, *rest, length=length, scored=scored)
+    def recorded(program: Program, *arguments: Any) -> Any:
+        if isinstance(program, Prefill):
+            calls.append((arguments[0].count_B.tolist(), program.length))
+        return call(program, *arguments)
 
-    monkeypatch.setattr(engine._programs, "prefill", recorded_prefill)
+    monkeypatch.setattr(engine, "_call", recorded)
     prompts = [prompt_of(seed, 20 + seed) for seed in range(3)]
     together = complete(engine, [(prompt, GREEDY) for prompt in prompts])
     assert calls == [([20, 21, 22, 0], 64)]

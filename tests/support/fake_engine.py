@@ -127,6 +127,10 @@ class FakeEngine:
         needed = range(max(0, length - window + 1), length)
         return all(position >= self.ends[slot] - size for position in needed)
 
+    def ready(self, start: int, stop: int, scored: bool) -> bool:
+        assert 0 <= start < stop <= self.context
+        return True
+
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:

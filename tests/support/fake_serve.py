@@ -15,22 +15,29 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import device_serve
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
+from mesh_transformer.infer.program_table import ProgramCounts
 from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.serving import start
 from support.fake_engine import FakeEngine
 
 
 class Engine(FakeEngine):
-    def warm_up(self) -> Iterator[None]:
+    program_counts = ProgramCounts(3, 0)
+
+    def warm_up(self) -> None:
         time.sleep(float(os.environ.get("FAKE_WARM_UP", "0")))
-        yield
+
+    def compile_rest(self, on_compiled: Any) -> None:
+        pass
+
+    def close(self) -> bool:
+        return os.environ.get("FAKE_FAULT") != "compiles"
 
     def generate(self, steps: int) -> Any:
         if self.computed_steps + steps >= 20 and os.environ.get("FAKE_FAULT") == "late crash":

@@ -3,13 +3,14 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, Tokenizer
+from mesh_transformer.infer.program_table import ProgramCounts
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.runtime.serving.app import make_app
 from mesh_transformer.runtime.serving.keys import ApiKeys
@@ -23,6 +24,8 @@ from support.waiting import LONG_S, until
 
 NAME, VOCAB, CONTEXT = "tiny", 257, 64
 KEY = "secret-key-1"
+# tokens of a chunk whose program is never missing
+SHORT = 4
 
 
 class ServedEngine(FakeEngine):
@@ -35,21 +38,30 @@ class ServedEngine(FakeEngine):
         self.may_generate = threading.Event()
         self.may_generate.set()
         self.broken = False
-        # programs that `warm_up` still has to load after its first item
-        self.later_programs = 0
+        # the program of longer chunks is missing until it is set
+        self.compiled = threading.Event()
+        self.compiled.set()
 
     def go_on(self) -> None:
         """End the delay of the steps, and let them go on."""
         self.delay = 0.0
         self.may_generate.set()
 
-    def warm_up(self) -> Iterator[None]:
+    def warm_up(self) -> None:
         self.may_warm_up.wait()
-        yield
-        self.later_programs = 2
-        while self.later_programs:
-            yield
-            self.later_programs -= 1
+
+    def compile_rest(self, on_compiled: Callable[[], None]) -> None:
+        self.on_compiled = on_compiled
+
+    def ready(self, start: int, stop: int, scored: bool) -> bool:
+        return stop - start <= SHORT or self.compiled.is_set()
+
+    @property
+    def program_counts(self) -> ProgramCounts:
+        return ProgramCounts(3, 18)
+
+    def close(self) -> bool:
+        return True
 
     def generate(self, steps: int) -> Any:
         self.may_generate.wait()

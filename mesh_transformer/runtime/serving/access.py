@@ -38,7 +38,7 @@ SMALL_BODY_BYTES = 4 << 10
 # time for a body to arrive
 MAX_BODY_S = 60.0
 # paths that need no key, and the start of such paths
-OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "/health", "/version", "/openapi.json"}), "/page/"
+OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "/health", "/live", "/version", "/openapi.json"}), "/page/"
 
 
 # of a scope: the key of its request, or, without keys, the address

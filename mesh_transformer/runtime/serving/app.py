@@ -77,7 +77,13 @@ async def _check_content_type(request: Request) -> None:
 def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
     @app.get("/health", responses={503: {"description": "warming up, draining or failed"}})
     async def health() -> Response:
-        return json_response({"status": loop.state}, 200 if loop.state == "ok" else 503)
+        counts = loop.program_counts
+        programs = {"programs": counts.compiled, "compiling": counts.compiling}
+        return json_response({"status": loop.state, **programs}, 200 if loop.state == "ok" else 503)
+
+    @app.get("/live", responses={503: {"description": "failed"}})
+    async def live() -> Response:
+        return json_response({"status": loop.state}, 503 if loop.state == "failed" else 200)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def metrics() -> Response:

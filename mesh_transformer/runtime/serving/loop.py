@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mesh_transformer.errors import plural
+from mesh_transformer.infer.program_table import ProgramCounts
 from mesh_transformer.infer.requests import Engine, SamplingParams
 from mesh_transformer.infer.scheduler import RequestOutput, Scheduler, SchedulerStats
 from mesh_transformer.logs import log
@@ -29,7 +30,6 @@ from mesh_transformer.runtime.serving.responses import ApiError, failed, invalid
 ServerState = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S, _MOST_RETRY_S = 5, 1, 60
 _MEASURED_ENDS = 32
-_WARMED_UP = object()
 Sequences = Iterable[tuple[Sequence[int], SamplingParams]]
 """Prompts of at least one token, with their sampling parameters."""
 PREFIX = "mesh_transformer_"
@@ -37,10 +37,20 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 
 
 class WarmEngine(Engine, Protocol):
-    """An engine that can compile its programs before the first request."""
+    """An engine that compiles some of its programs before the first request, and the others beside the requests."""
 
-    def warm_up(self) -> Iterator[None]:
-        """Compile programs. After the first item the engine can serve requests. The later items are for idle times."""
+    def warm_up(self) -> None:
+        """Compile what the first request needs."""
+
+    def compile_rest(self, on_compiled: Callable[[], None]) -> None:
+        """Start to compile the other programs in another thread, which calls `on_compiled` after each one."""
+
+    @property
+    def program_counts(self) -> ProgramCounts:
+        """How many programs are compiled and how many will be."""
+
+    def close(self) -> bool:
+        """Begin no further compilation. Returns whether none runs."""
 
 
 class _LiveSequence:
@@ -89,6 +99,7 @@ class EngineLoop:
         self.slots, self.max_queue = slots, max_queue
         self.metrics = Metrics(self._snapshot)
         self._open_engine = open_engine
+        self._engine: WarmEngine | None = None
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
         # the thread replaces the whole object
         self._stats = SchedulerStats(slots=slots)
@@ -165,9 +176,10 @@ class EngineLoop:
         return left
 
     async def stop(self, seconds: float) -> bool:
-        """End the thread after its current step. Returns False if it does not end within `seconds`, as during a
-        compilation."""
+        """End the thread after its current step. Returns False if it does not end within `seconds`, as while weights
+        are read, or if a program is being compiled."""
         self._inbox.put(None)
+        self._close_engine()
         deadline = time.monotonic() + seconds
         try:
             await asyncio.wait_for(self.ended.wait(), seconds)
@@ -175,32 +187,42 @@ class EngineLoop:
             return False
         # the thread frees the engine; Python must not exit during that
         await asyncio.to_thread(self._thread.join, max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and self._close_engine()
+
+    def _close_engine(self) -> bool:
+        return self._engine is None or self._engine.close()
+
+    @property
+    def program_counts(self) -> ProgramCounts:
+        """The programs of the engine; none while weights are read."""
+        return ProgramCounts(0, 0) if self._engine is None else self._engine.program_counts
 
     def _run(self) -> None:
         try:
-            engine = self._open_engine()
-            warming = engine.warm_up()
-            next(warming)
+            engine = self._engine = self._open_engine()
+            engine.warm_up()
             scheduler = Scheduler(engine, max_queue=self.max_queue + self.slots, clock=time.perf_counter)
             self._stats = scheduler.stats
             self._home.call_soon_threadsafe(self._ready, engine.context)
-            self._serve(scheduler, warming)
+            # a message that does nothing: the scheduler looks again whether it can go on
+            engine.compile_rest(lambda: self._inbox.put(lambda _: None))
+            self._serve(scheduler)
         except BaseException as error:  # noqa: BLE001  (the waiting requests need a response after any error)
             self._home.call_soon_threadsafe(self._fail, error)
         self._home.call_soon_threadsafe(self.ended.set)
 
-    def _serve(self, scheduler: Scheduler, warming: Iterator[None]) -> None:
+    def _serve(self, scheduler: Scheduler) -> None:
+        waits = False
         while True:
-            if scheduler.idle and self._inbox.empty() and next(warming, _WARMED_UP) is not _WARMED_UP:
-                continue
-            if scheduler.idle or not self._inbox.empty():
+            if scheduler.idle or waits or not self._inbox.empty():
                 command = self._inbox.get()
                 if command is None:
                     return
                 command(scheduler)
+                waits = False
                 continue
             outputs = scheduler.step()
+            waits = scheduler.waits
             self._stats = scheduler.stats
             if outputs:
                 self._home.call_soon_threadsafe(self._deliver, outputs)

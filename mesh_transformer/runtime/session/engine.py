@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import jax
-
-import mesh_transformer
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.errors import byte_size
 from mesh_transformer.infer.engine import SlotEngine
+from mesh_transformer.infer.program_table import CompileThread, Program, ProgramCounts
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
@@ -45,47 +39,58 @@ def open_engine(config: Config, checkpoint: Checkpoint, *, slots: int, context: 
 
 
 class ServingEngine(SlotEngine):
-    """A `SlotEngine` that compiles its programs before it serves."""
+    """A `SlotEngine` whose programs are compiled before it serves, and by a thread while it serves.
 
-    def warm_up(self) -> Iterator[None]:
-        """Compile all programs. The engine can serve requests after the first item.
+    Until then, where a compiled program can do the work of another one, it does: a longer length for a shorter one,
+    all slots for one, a whole prompt for its end after a cached prefix. A request that needs a missing program waits
+    for it, and that program is the next one.
+    """
 
-        If the compile cache holds the programs of this engine, the first item follows after the first few programs, and
-        each later item loads one more program.
-        """
-        programs, marker = self.programs(), self._warm_up_marker()
-        first = 3 if marker is not None and marker.exists() else len(programs)
-        if first == len(programs):
-            log.info("compiling %d programs", first)
-        progress = Progress("compiling", first, unit="programs", quiet=first < len(programs))
+    _thread: CompileThread | None = None
+
+    def warm_up(self) -> None:
+        """Compile the programs that a short chat needs, and those that move slots."""
+        programs = self.first_programs()
+        progress = Progress("compiling", len(programs), unit="programs")
         # one thread traces a program while the other compiles or loads one
         with ThreadPoolExecutor(2) as pool:
-            for count, _ in enumerate(pool.map(lambda program: program(), programs[:first]), 1):
+            for count, _ in enumerate(pool.map(self.compile, programs), 1):
                 progress.update(count)
         progress.close()
         self.run_once()
-        yield
-        for program in programs[first:]:
-            program()
-            yield
-        if marker is not None:
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
 
-    def _warm_up_marker(self) -> Path | None:
-        """The path of a file that exists if the compile cache holds all programs of this engine. None without a
-        cache."""
-        settings = jax.config.values
-        folder = settings["jax_compilation_cache_dir"]
-        if not folder or not settings["jax_enable_compilation_cache"]:
-            return None
-        code = Path(mesh_transformer.__file__).parent
-        sources = [path.read_bytes() for path in sorted(code.rglob("*.py"))]
-        device = jax.local_devices()[0]
-        identity = (
-            *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "dm-haiku")),
-            *(device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS", "")),
-            *(repr(self.model), self.mesh.shape, self.slots, self.max_prefill_tokens),
-        )
-        digest = hashlib.sha256(repr((identity, sources)).encode()).hexdigest()
-        return Path(folder, "engines", digest)
+    def compile_rest(self, on_compiled: Callable[[], None]) -> None:
+        """Start to compile the other programs, in the order of `programs`. Scored ones are compiled when a request
+        needs them.
+
+        Args:
+            on_compiled: called in the thread after each program.
+        """
+        rest = [program for program in self.programs() if program not in self.compiled]
+        self._thread = CompileThread(self.compile, rest, on_compiled)
+        self._thread.start()
+
+    def available(self, program: Program) -> bool:
+        """Whether a program is compiled.
+
+        Raises:
+            Exception: the compilation of a program failed.
+        """
+        if self._thread is not None and self._thread.failure is not None:
+            raise self._thread.failure
+        return self._thread is None or program in self.compiled
+
+    def want(self, program: Program) -> None:
+        """See `SlotEngine`."""
+        if self._thread is not None:
+            self._thread.want(program)
+
+    @property
+    def program_counts(self) -> ProgramCounts:
+        """How many programs are compiled and how many will be."""
+        left = self._thread.left if self._thread else sum(one not in self.compiled for one in self.first_programs())
+        return ProgramCounts(len(self.compiled), left)
+
+    def close(self) -> bool:
+        """Begin no further compilation. Returns whether none runs."""
+        return self._thread is None or self._thread.close()

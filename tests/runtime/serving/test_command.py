@@ -184,7 +184,7 @@ def test_a_second_ctrl_c_cuts_the_drain_short(tmp_path):
 
 def test_a_signal_during_the_warm_up_ends_the_process(tmp_path):
     with process(tmp_path, FAKE_WARM_UP="60") as (child, url):
-        assert loopback.get(f"{url}/health").json() == {"status": "warming up"}
+        assert loopback.get(f"{url}/health").json()["status"] == "warming up"
         child.send_signal(signal.SIGTERM)
         finish(child, 0)
 

@@ -53,7 +53,7 @@ def test_a_head_byte_by_byte_has_no_more_time(hasty):
 def test_a_byte_after_an_answer_is_no_way_to_keep_a_socket(hasty):
     with serve() as server, connect(server.url) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        receive(client, b'{"status":"ok"}')
+        receive(client, b'{"status":"ok",')
         client.sendall(b"G")
         assert read_to_end(client) == b""
 
@@ -64,7 +64,7 @@ def test_a_second_request_on_a_socket_has_its_own_time(hasty):
             client.sendall(b"GET /health HTTP/1.1\r\n")
             time.sleep(SOON / 2)
             client.sendall(b"Host: localhost\r\n\r\n")
-            receive(client, b'{"status":"ok"}')
+            receive(client, b'{"status":"ok",')
 
 
 @pytest.mark.parametrize("keys", [[KEY], []])

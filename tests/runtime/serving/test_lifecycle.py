@@ -18,7 +18,8 @@ def test_the_port_is_open_while_the_engine_warms_up():
     with serve(held=True) as server:
         until(lambda: server.thread.is_alive())
         health = server.client.get("/health")
-        assert (health.status_code, health.json()) == (503, {"status": "warming up"})
+        assert (health.status_code, health.json()["status"]) == (503, "warming up")
+        assert server.client.get("/live").status_code == 200
         response = server.post({"prompt": "a"})
         assert refusal(response, 503)["code"] == "warming_up"
         assert int(response.headers["retry-after"]) >= 1
@@ -26,8 +27,24 @@ def test_the_port_is_open_while_the_engine_warms_up():
         assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] is None
         server.engine.may_warm_up.set()
         until(lambda: server.client.get("/health").status_code == 200)
-        assert server.client.get("/health").json() == {"status": "ok"}
+        assert server.client.get("/health").json() == {"status": "ok", "programs": 3, "compiling": 18}
         assert server.complete("a")["choices"]
+
+
+def test_a_request_waits_for_its_program_and_others_go_on():
+    """Without load: the engine's thread sleeps until the program is there."""
+    with serve(slots=2, max_prefill_tokens=8) as server, ThreadPoolExecutor(2) as pool:
+        server.engine.compiled.clear()
+        waiting = pool.submit(server.complete, "abcdefg", max_tokens=2, seed=0)
+        until(lambda: server.metric("requests_running") == 1)
+        assert server.complete("abc", max_tokens=20, ignore_eos=True)["choices"][0]["finish_reason"] == "length"
+        assert not waiting.done()
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.3
+        server.engine.compiled.set()
+        server.engine.on_compiled()
+        assert waiting.result(LONG_S)["choices"][0]["text"] == text_of(expected(b"abcdefg", seed=0, max_tokens=2))
 
 
 def test_more_than_the_queue_holds_is_refused_at_once():
@@ -160,7 +177,8 @@ def test_draining_finishes_what_runs_and_takes_no_more():
             server.engine.may_generate.clear()
             server.terminate()
             until(lambda: server.client.get("/health").status_code == 503)
-            assert server.client.get("/health").json() == {"status": "draining"}
+            assert server.client.get("/health").json()["status"] == "draining"
+            assert server.client.get("/live").status_code == 200
             response = server.post(fields)
             assert refusal(response, 503)["code"] == "draining"
             server.engine.go_on()
