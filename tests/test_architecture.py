@@ -52,7 +52,7 @@ RANKS = [
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 # Inside a package, a module may import from the sets above its own, and from its own folder.
 ROOMS = {
-    "infer": [{"requests", "cpu"}, {"sampling"}, {"programs", "scheduler"}, {"engine"}, {"scoring"}],
+    "infer": [{"requests", "program_table", "cpu"}, {"sampling"}, {"programs", "scheduler"}, {"engine"}, {"scoring"}],
     "checkpoint": [
         {"archive", "origin", "target", "tensors"},
         {"identity"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,7 +16,18 @@ _COMPILES = "MESH_TRANSFORMER_COMPILES"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments, compile in a process of its own, and report."""
+    """Parse the arguments, compile and report."""
+    given = _parser().parse_args(arguments)
+    if given.search and _COMPILES not in os.environ:
+        return _watched(sys.argv[1:] if arguments is None else arguments)
+    cli.starting()
+    from mesh_transformer.runtime.preflight import command
+
+    options = cli.fields(command.PreflightOptions, given)
+    return command.run(given.config_path, given.overrides, options)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, needs_config=True)
     cli.add_model_path(parser, "the checkpoint that tells the model of a config without the group model")
     parser.add_argument(
@@ -68,18 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="write a table of the operations of each compiled program to DIR, with their estimated times",
     )
-    given = parser.parse_args(arguments)
-    if _COMPILES not in os.environ:
-        return _watched(sys.argv[1:] if arguments is None else arguments)
-    cli.starting()
-    from mesh_transformer.runtime.preflight import command
-
-    options = cli.fields(command.PreflightOptions, given)
-    return command.run(given.config_path, given.overrides, options)
+    return parser
 
 
 def _watched(arguments: Sequence[str]) -> int:
-    """Run the command in a process that a compiler may end. A process after it goes on: the program at which it ended
+    """Run a search in a process that the compiler may end. A process after it goes on: the program at which it ended
     is refused, and those before it are on disk."""
     command = [sys.executable, "-m", "mesh_transformer", "preflight", *arguments]
     environment = {**os.environ, _COMPILES: "1"}

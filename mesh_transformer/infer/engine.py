@@ -178,8 +178,9 @@ class SlotEngine:
         for size in self._sizes(later=True):
             lengths = [self.context] if scored else self._chunk_lengths(size)
             programs += (Prefill(1, size, length, scored) for length in lengths)
-        enough = [one for one in programs if one.size >= stop - start and one.length >= stop]
-        return self._first_available(enough)
+        return self._first_available(
+            [program for program in programs if program.size >= stop - start and program.length >= stop]
+        )
 
     def _first_available(self, programs: Sequence[_OneProgram]) -> _OneProgram | None:
         """The first program that is available. The very first is compiled next if it is not."""
@@ -244,10 +245,14 @@ class SlotEngine:
     def generate(self, steps: int) -> Callable[[], list[EmittedToken]] | None:
         """See `requests.Engine`. One call computes at most MAX_STEPS steps."""
         steps = min(steps, MAX_STEPS)
-        running = {slot: one for slot, one in self._requests.items() if one.left > one.unread and one.length}
+        running = {
+            slot: request
+            for slot, request in self._requests.items()
+            if request.left > request.unread and request.length
+        }
         if not running:
             return list
-        needed = {slot: min(one.length + one.unread + steps, self.context) for slot, one in running.items()}
+        needed = {slot: min(request.length + request.unread + steps, self.context) for slot, request in running.items()}
         program = self._generator(len(needed) == 1, max(needed.values()))
         if program is None:
             # of the slots for which a program is there, the one with the fewest tokens: it may end first
@@ -257,15 +262,15 @@ class SlotEngine:
             return None
         live = list(running)
         rows = live if program.single else list(range(self.slots))
-        n_top = max(one.params.logprobs or 0 for one in running.values())
+        n_top = max(request.params.logprobs or 0 for request in running.values())
         slots_B = np.asarray(live, np.int32) if program.single else None
         self._slots, drawn = self._call(program, slots_B, np.int32(steps), np.int32(n_top))
-        for one in running.values():
-            one.unread += steps
+        for request in running.values():
+            request.unread += steps
 
         def read() -> list[EmittedToken]:
-            for one in running.values():
-                one.unread -= steps
+            for request in running.values():
+                request.unread -= steps
             return list(self._emitted(rows, running, jax.device_get(drawn)))
 
         return read
@@ -319,8 +324,8 @@ class SlotEngine:
         """The program with the least work that generates with `needed` positions, of those that are available: for one
         slot if it is `single`, or for all."""
         lengths = [length for length in self._lengths if length >= needed]
-        programs = [one for length in lengths for one in self._generators(length) if single or not one.single]
-        return self._first_available(programs)
+        programs = itertools.chain.from_iterable(map(self._generators, lengths))
+        return self._first_available([program for program in programs if single or not program.single])
 
     def compile(self, program: Program) -> None:
         """Compile a program, in any thread."""

@@ -88,7 +88,7 @@ class ServingEngine(SlotEngine):
     @property
     def program_counts(self) -> ProgramCounts:
         """How many programs are compiled and how many will be."""
-        left = self._thread.left if self._thread else sum(one not in self.compiled for one in self.first_programs())
+        left = self._thread.left if self._thread else len(set(self.first_programs()) - self.compiled.keys())
         return ProgramCounts(len(self.compiled), left)
 
     def close(self) -> bool:

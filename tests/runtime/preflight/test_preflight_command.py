@@ -214,16 +214,16 @@ def test_a_process_that_the_compiler_ends_is_followed_by_another(tmp_path, monke
     program = tmp_path / "python"
     count = tmp_path / "count"
     program.write_text(f"""#!/bin/sh
-echo "$3 $4 $5 $MESH_TRANSFORMER_COMPILES"
+echo "$3 $4 $5 $6 $MESH_TRANSFORMER_COMPILES"
 echo x >> {count}
 [ "$(wc -l < {count})" -lt 3 ] && kill -ABRT $$
 exit 1
 """)
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    assert commands_preflight.main(["--config", "c.json"]) == 1
+    assert commands_preflight.main(["--config", "c.json", "--search"]) == 1
     printed = capfd.readouterr()
-    assert printed.out == "preflight --config c.json 1\n"
+    assert printed.out == "preflight --config c.json --search 1\n"
     assert printed.err.count("the compiler ended the process") == 2
 
 

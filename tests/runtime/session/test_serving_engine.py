@@ -98,12 +98,12 @@ def test_a_server_compiles_three_programs_and_then_the_others() -> None:
     engine = ServingEngine(*tiny(), slots=3, max_prefill_tokens=CHUNK)
     assert engine.program_counts == (0, 3)
     engine.warm_up()
-    assert list(engine.compiled) == [Prefill(1, 32, 32), Generate(True, 256), Generate(False, 256)]
+    assert set(engine.compiled) == {Prefill(1, 32, 32), Generate(True, 256), Generate(False, 256)}
     assert engine.program_counts == (3, 0)
     names: list[str] = []
     engine.compile_rest(lambda: names.append(threading.current_thread().name))
     until(lambda: engine.program_counts.compiling == 0)
-    assert list(engine.compiled) == engine.programs()
+    assert list(engine.compiled)[3:] == engine.programs()[3:]
     assert len(set(engine.programs())) == len(engine.programs()) == 3 + len(names)
     assert set(names) == {"compile"}
     before = dict(engine.compiled)
