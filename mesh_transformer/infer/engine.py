@@ -283,18 +283,19 @@ class SlotEngine:
             self._slots = self._programs.release(self._slots, np.int32(slot))
 
     def first_programs(self) -> list[Program]:
-        """The programs of the beginning of a short chat: its prompt, and tokens of one slot and of all."""
+        """The programs of the beginning of short chats: of a prompt, and of the tokens of all slots."""
         shortest = self._sizes(later=False)[0]
-        return [Prefill(1, shortest, shortest), *self._generators(self._lengths[0])]
+        return [Prefill(1, shortest, shortest), Generate(single=False, length=self._lengths[0])]
 
     def programs(self) -> list[Program]:
         """All programs but those that are scored, in the order in which a server needs them.
 
-        After the first programs come those that can do the work of all others, because they read the whole context:
-        then longer chats, with their later turns, then longer prompts, and prompts that are computed together.
+        After the first programs comes the one for a single chat, which is faster than the one for all slots. Then come
+        those that can do the work of all others, because they read the whole context: then longer chats, with their
+        later turns, then longer prompts, and prompts that are computed together.
         """
         sizes, later, lengths = self._sizes(later=False), self._sizes(later=True), self._lengths
-        programs = self.first_programs()
+        programs = [*self.first_programs(), *self._generators(lengths[0])]
         programs += [*self._generators(lengths[-1])[::-1], Prefill(1, sizes[-1], sizes[-1])]
         programs += (Prefill(1, size, lengths[-1]) for size in later)
         for length in lengths:

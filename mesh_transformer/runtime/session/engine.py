@@ -47,6 +47,8 @@ class ServingEngine(SlotEngine):
     """
 
     _thread: CompileThread | None = None
+    # until the warm-up, a call compiles its program
+    _on_demand = True
 
     def warm_up(self) -> None:
         """Compile the programs that a short chat needs, and those that move slots."""
@@ -57,6 +59,7 @@ class ServingEngine(SlotEngine):
             for count, _ in enumerate(pool.map(self.compile, programs), 1):
                 progress.update(count)
         progress.close()
+        self._on_demand = False
         self.run_once()
 
     def compile_rest(self, on_compiled: Callable[[], None]) -> None:
@@ -78,7 +81,7 @@ class ServingEngine(SlotEngine):
         """
         if self._thread is not None and self._thread.failure is not None:
             raise self._thread.failure
-        return self._thread is None or program in self.compiled
+        return self._on_demand or program in self.compiled
 
     def want(self, program: Program) -> None:
         """See `SlotEngine`."""
