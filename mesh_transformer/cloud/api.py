@@ -59,7 +59,16 @@ _USER_ERRORS = {
     ErrorKind.QUOTA, ErrorKind.PERMISSION, ErrorKind.DISABLED, ErrorKind.CREDENTIALS, ErrorKind.NOT_FOUND,
     ErrorKind.BAD_REQUEST, ErrorKind.EXISTS,
 }  # fmt: skip
-_STOCKOUT_WORDS = ("capacity", "stockout", "not enough resources", "resources are insufficient")
+# Words of errors with the code of quotas that mean: the zone has none, whatever the quota. And where they were seen.
+_STOCKOUTS = {
+    "capacity": "TPU API: GoogleCloudPlatform/magic-modules#7297, hashicorp/terraform-provider-google#21243",
+    "enough resources available": "Compute Engine: kubernetes/k8s.io#9834, kubernetes/kubernetes#57134",
+    "resource_pool_exhausted": "Compute Engine: googlefonts/fontbakery-dashboard#81",
+    "currently unavailable": "Compute Engine: kubernetes/k8s.io#9834, benseverndev-oss/goldenmatch#2771",
+    "stockout": "Compute Engine: kubernetes/k8s.io#9834",
+    "resources are insufficient": "Compute Engine, in queues",
+    "not enough resources": "Compute Engine, in queues",
+}
 _BY_GRPC_CODE = {
     1: ErrorKind.UNKNOWN, 2: ErrorKind.UNKNOWN, 3: ErrorKind.BAD_REQUEST, 4: ErrorKind.TIMEOUT, 5: ErrorKind.NOT_FOUND,
     6: ErrorKind.EXISTS, 7: ErrorKind.PERMISSION, 9: ErrorKind.BAD_REQUEST, 10: ErrorKind.UNAVAILABLE,
@@ -121,8 +130,8 @@ def translate(error: Exception, doing: str) -> TpuError:
 def _kind(code: int, message: str, reason: str | None) -> ErrorKind:
     if code == _RESOURCE_EXHAUSTED:
         # this code means quota or capacity; in a failed operation only the message differs
-        words = message.lower()
-        out_of_stock = "quota" not in words and any(word in words for word in _STOCKOUT_WORDS)
+        words = f"{message} {reason}".lower()
+        out_of_stock = "quota" not in words and any(word in words for word in _STOCKOUTS)
         return ErrorKind.STOCKOUT if out_of_stock else ErrorKind.QUOTA
     if reason == "SERVICE_DISABLED":
         return ErrorKind.DISABLED

@@ -11,6 +11,10 @@ from mesh_transformer.errors import RunError, UserError
 STOCKOUTS = [
     "There is no more capacity in the zone europe-west4-a",
     "The zone does not have enough resources available to fulfill the request: stockout",
+    "The zone 'projects/p/zones/z' does not have enough resources available to fulfill the request. Try a different "
+    "zone, or try again later.",
+    "ZONE_RESOURCE_POOL_EXHAUSTED: A n2-highmem-32 VM instance is not available",
+    "A ct5lp VM instance is currently unavailable in the us-central1-a zone.",
 ]
 CASES = [
     (
@@ -49,6 +53,11 @@ def test_kinds(error: Exception, kind: ErrorKind, family: type) -> None:
     text = str(explained)
     assert text.startswith(f"creating TPU a: {kind.value}: ")
     assert len(text.split(". ")) >= 2, "no advice"
+
+
+def test_a_reason_may_be_the_only_word() -> None:
+    error = from_status("creating", code_pb2.RESOURCE_EXHAUSTED, "failed", "ZONE_RESOURCE_POOL_EXHAUSTED")
+    assert error.kind is ErrorKind.STOCKOUT
 
 
 def test_reason_code_is_used_and_shown() -> None:

@@ -161,10 +161,11 @@ def test_quota(api: TpuApi, tpus: Tpus) -> None:
     assert refusal.value.kind is ErrorKind.QUOTA
 
 
-def test_stockout(api: TpuApi, tpus: Tpus) -> None:
+@pytest.mark.parametrize("words", ["no more capacity in the zone", "does not have enough resources available"])
+def test_stockout(api: TpuApi, tpus: Tpus, words: str) -> None:
     """`create` fails at once; `ensure` retries until there is capacity."""
-    api.capacity["v3-32"] = 0
-    with pytest.raises(TpuFailed, match="no more capacity in the zone.*try another zone") as failure:
+    api.capacity["v3-32"], api.stockout = 0, f"There is {words} z"
+    with pytest.raises(TpuFailed, match=f"{words}.*try another zone") as failure:
         tpus.create(request(), timeout_s=LONG_S)
     assert failure.value.kind is ErrorKind.STOCKOUT
     with pytest.raises(TpuFailed, match="timed out: not (ready|done) in time"):

@@ -86,6 +86,9 @@ class TpuApi:
     ):
         self.addresses, self.host_keys, self.delay_s, self.quota = addresses, host_keys or {}, delay_s, quota
         self.capacity: dict[str, int] = {}
+        self.stockout = (
+            "There is no more capacity in the zone; you can try in another zone where Cloud TPU Nodes are offered"
+        )
         self.preempt_next = 0
         # queued resources get the state FAILED with this error
         self.queue_error: Refusal | None = None
@@ -299,7 +302,7 @@ class TpuApi:
             del self.nodes[node.name]
             raise Refusal(
                 code_pb2.RESOURCE_EXHAUSTED,
-                "There is no more capacity in the zone; you can try in another zone where Cloud TPU Nodes are offered",
+                self.stockout,
             )
         node.state, node.health = NODE.READY, cloud_tpu.Node.Health.HEALTHY
         count = slices.parse(node.accelerator_type).hosts
