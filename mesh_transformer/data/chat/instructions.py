@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.data.chat.messages import messages_of, tools_of
+from mesh_transformer.data.chat.messages import messages_of, share_gpt_messages, tools_of
 from mesh_transformer.data.chat.template import ChatTemplate, Message, Tool
 from mesh_transformer.data.chat.template_process import TEXT_CHARS
 from mesh_transformer.data.tokens.tokenizer import Tokenizer, valid_text
@@ -40,7 +40,8 @@ class ExampleForm(NamedTuple):
 
 FORMS = (
     ExampleForm(("messages",), ("tools",)),
-    ExampleForm(("prompt", "completion")),
+    ExampleForm(("conversations",), ("system", "tools")),
+    ExampleForm(("prompt", "completion"), ("tools",)),
     ExampleForm(("instruction", "output"), ("input",)),
 )
 
@@ -154,6 +155,11 @@ class InstructionEncoder:
         """
         if "messages" in example:
             return self._chat(_checked(messages_of, example, "messages"), _tools(example))
+        if "conversations" in example:
+            return self._chat(_conversation(example), _tools(example))
+        if "prompt" in example and isinstance(example["prompt"], list):
+            asked = _checked(messages_of, example, "prompt")
+            return self._chat(asked + _checked(messages_of, example, "completion"), _tools(example), len(asked))
         question, answer = _question_and_answer(example)
         if "instruction" in example and self._template is not None:
             return self._chat([{"role": "user", "content": question}, {"role": ANSWERER, "content": answer}], None)
@@ -173,13 +179,17 @@ class InstructionEncoder:
         learned[-1] = True
         return LearnedTokens(np.array(ids, np.int32), learned)
 
-    def _chat(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> LearnedTokens:
+    def _chat(self, messages: Sequence[Message], tools: Sequence[Tool] | None, asked: int = 0) -> LearnedTokens:
+        """The tokens of a chat. Answers in the first `asked` messages are not learned."""
         if self._template is None:
             raise UserError(
                 "the tokenizer has no chat template for messages: choose another --tokenizer, add the file "
                 "chat_template.jinja to its folder, or give prompt and completion"
             )
         text, answers = marked_text(self._template, messages, tools)
+        if asked:
+            first = len(_beginning(self._template, messages[:asked], tools, text))
+            answers = [(begin, stop) for begin, stop in answers if begin >= first]
         ids, places = self._tokenizer.encode_with_places(text)
         learned = overlaps(places, answers)
         if messages[-1]["role"] != ANSWERER or not answers:
@@ -219,6 +229,18 @@ def marked_text(template: ChatTemplate, messages: Sequence[Message], tools: Sequ
     return MarkedText(text, list(_added(template, messages, tools, text)) if marked is None else marked)
 
 
+def _beginning(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str) -> str:
+    """The text of the messages of a prompt, with what asks for an answer: the beginning of the text of the chat."""
+    asks = messages[-1]["role"] != ANSWERER
+    beginning = template.render(messages, add_generation_prompt=asks, tools=tools)
+    if not text.startswith(beginning):
+        raise UserError(
+            "the text of the chat does not begin with that of its prompt, because the chat template changes earlier "
+            "messages: give an example for each answer"
+        )
+    return beginning
+
+
 def _added(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str
 ) -> Iterator[tuple[int, int]]:
@@ -248,6 +270,15 @@ def _added(
         yield len(asked), len(answered)
 
 
+def _conversation(example: Mapping[str, Any]) -> list[Message]:
+    """The messages of ShareGPT's form, after the text `system` if it is given."""
+    messages = _checked(share_gpt_messages, example, "conversations")
+    system = example.get("system")
+    if system is not None and not isinstance(system, str):
+        raise UserError(f"the field system must be a text; got {short(system)}")
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
 def _tools(example: Mapping[str, Any]) -> Sequence[Tool] | None:
     # tables have an empty list where there is nothing
     return _checked(tools_of, example, "tools") if example.get("tools") else None
@@ -264,7 +295,8 @@ def _question_and_answer(example: Mapping[str, Any]) -> tuple[str, str]:
     """The texts of an example without messages."""
     for name, value in example.items():
         if not isinstance(value, str) and (name != "input" or value is not None):
-            hint = "; a chat is given as messages" if isinstance(value, list) else ""
+            chat = "; a chat is given as messages, or as a prompt and a completion that are both lists of messages"
+            hint = chat if isinstance(value, list) else ""
             raise UserError(f"the field {name} must be a text; got {short(value)}{hint}")
     if "prompt" in example:
         return example["prompt"], example["completion"]

@@ -12,6 +12,11 @@ MAX_TOOLS, MAX_TOOL_CALLS = 1000, 1000
 MAX_DEPTH = 100
 _ALLOWED_PARTS = 'a text, or a list of parts such as {"type": "text", "text": "..."}'
 _ALLOWED_TOOL = '{"type": "function", "function": {"name": "..."}}'
+# the names of ShareGPT's files and of programs that read them (axolotl, LLaMA-Factory), and the roles of templates
+_SHARE_GPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "assistant": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
 # roles whose messages may have no content, such as a message with a tool call alone
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 # names of the assistant's thoughts in messages; the first is the one that most templates read
@@ -38,6 +43,28 @@ def messages_of(value: Any, *, any_arguments: bool = False) -> list[dict[str, An
     if len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are allowed")
     return [_message(message, f"message {number}", any_arguments) for number, message in enumerate(value)]
+
+
+def share_gpt_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages for a chat template from ShareGPT's form, {"from": "human", "value": "..."}; those with a role and a
+    content are read as they are.
+
+    Raises:
+        ValueError: as in `messages_of`; or an unknown name in "from".
+    """
+    if not isinstance(value, list):
+        return messages_of(value)
+    return messages_of([_with_role(message, f"message {number}") for number, message in enumerate(value)])
+
+
+def _with_role(message: Any, place: str) -> Any:
+    if not isinstance(message, dict) or "role" in message or "from" not in message:
+        return message
+    name = message["from"]
+    role = _SHARE_GPT_ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise ValueError(f"{place} is from {short(name)}: expected one of {', '.join(_SHARE_GPT_ROLES)}")
+    return {"role": role, "content": message.get("value")}
 
 
 def _message(value: Any, place: str, any_arguments: bool) -> dict[str, Any]:

@@ -153,6 +153,51 @@ def test_tool_calls_are_learned_and_results_are_not(encoder: Any) -> None:
     ]
 
 
+SHARE_GPT = [
+    {"from": "system", "value": "Be short."},
+    {"from": "human", "value": "2 + 2?"},
+    {"from": "gpt", "value": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"conversations": SHARE_GPT},
+        {"conversations": SHARE_GPT[1:], "system": "Be short.", "tools": []},
+        {"conversations": [{"role": "system", "content": "Be short."}, *SHARE_GPT[1:]]},
+    ],
+    ids=["from and value", "system", "role and content"],
+)
+def test_conversations_of_share_gpt(encoder: Any, example: dict[str, Any]) -> None:
+    """The same tokens as the messages."""
+    roles = {"system": "system", "human": "user", "gpt": "assistant"}
+    messages = [{"role": roles[message["from"]], "content": message["value"]} for message in SHARE_GPT]
+    made = encoder(TOOL_TEMPLATES["hermes"])
+    tokens, expected = made.encode(example_of(example)), made.encode({"messages": messages})
+    assert tokens.ids.tolist() == expected.ids.tolist()
+    assert tokens.learned.tolist() == expected.learned.tolist()
+    assert answers_of(made, tokens) == ["4<|im_end|>\n<|endoftext|>"]
+
+
+@pytest.mark.parametrize("prompted", [1, 3])
+@pytest.mark.parametrize("source", [TOOL_TEMPLATES["hermes"], MARKED["chatml"]], ids=["not marked", "marked"])
+def test_a_prompt_and_a_completion_of_messages(encoder: Any, theirs: Any, source: str, prompted: int) -> None:
+    """TRL's form. What is learned begins where transformers' text of the prompt ends."""
+    turns = [{"role": turn["role"], "content": turn["content"].rpartition("\n")[2]} for turn in TURNS]
+    made = encoder(source)
+    tokens = made.encode(example_of({"prompt": turns[:prompted], "completion": turns[prompted : prompted + 1]}))
+    prompt = theirs.apply_chat_template(
+        turns[:prompted], chat_template=source, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert tokens.ids[: len(prompt)].tolist() == prompt
+    assert not tokens.learned[: len(prompt)].any()
+    assert tokens.learned[len(prompt)]
+    assert len(answers_of(made, tokens)) == 1
+    whole = made.encode({"messages": turns[: prompted + 1]})
+    assert tokens.ids.tolist() == whole.ids.tolist()
+
+
 @pytest.mark.parametrize("prompt", ["", "Q: 1 + 1?", "👩‍👩‍👧 "])
 @pytest.mark.parametrize("completion", ["", " 2", "\n\n日本 👍🏽"])
 def test_a_prompt_and_a_completion(gpt2: Path, prompt: str, completion: str) -> None:
@@ -236,7 +281,7 @@ def nested(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ([], r"must be an object with messages \(and tools\); or prompt and completion; or instruction"),
+        ([], r"must be an object with messages \(and tools\); or conversations \(and system, tools\); or prompt and"),
         ({"text": "a"}, r"must have messages .*; it has text"),
         ({"prompt": "a", "completion": None}, "it has prompt$"),
         ({"prompt": "a", "completion": nested(300)}, "at most 200 levels"),
@@ -261,7 +306,14 @@ def test_what_is_no_example(row: Any, words: str) -> None:
             "tool call 0 of message 0 must have arguments that are a JSON object",
         ),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [1]}, "the field tools: tool 0 must be an object"),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "prompt must be a text; .* as messages"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "field completion: must be a list of mess"),
+        (
+            {"prompt": "a", "completion": [{"role": "assistant"}]},
+            "completion must be a text; .* both lists of messages",
+        ),
+        ({"conversations": [{"from": "nobody", "value": "a"}]}, "message 0 is from 'nobody': expected one of human, "),
+        ({"conversations": [{"from": "gpt", "value": 4}]}, "message 0 must have a content"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 4}, "system must be a text; got 4"),
         ({"instruction": "a", "output": 4}, "the field output must be a text; got 4"),
         ({"prompt": "a" * TEXT_CHARS, "completion": "b"}, "at most 4194304"),
     ],
