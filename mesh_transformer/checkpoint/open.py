@@ -8,12 +8,13 @@ from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.classic.folder import step_numbers
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
-from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel
+from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
+from mesh_transformer.logs import log
 
 # The first that finds a checkpoint decides. Native steps beside classic ones are of a run that was resumed from these.
 FORMATS: tuple[type[StoredCheckpoint], ...] = (HubModel, NativeStep, ClassicStep, HFFolder)
@@ -62,6 +63,12 @@ class Checkpoint:
     def _stored(self) -> StoredCheckpoint:
         for format in FORMATS:
             if (checkpoint := format.find(self._given)) is not None:
+                if format not in (HFFolder, HubModel) and (weights := weights_of(self._given)):
+                    log.warning(
+                        "%s holds a Hugging Face model too (%s): its %s checkpoint is read; move one of them to a "
+                        "folder of its own",
+                        *(self.path, weights[0], checkpoint.FORMAT),
+                    )
                 return checkpoint
         raise _missing(self._given)
 

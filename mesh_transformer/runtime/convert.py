@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, wr
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.format import Folder
-from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel
+from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.hf.source import uniform_dtype, weight_files
 from mesh_transformer.checkpoint.hf.writer import n_bytes, write_hf
 from mesh_transformer.checkpoint.identity import with_model
@@ -201,8 +201,8 @@ def write_step(
 
 
 def check_output(output: str, format: str, step: int) -> None:
-    """Refuse a step folder as native output, a classic step folder of another step, a native root with other steps, and
-    any other format.
+    """Refuse a step folder as native output, a classic step folder of another step, a native root with other steps or
+    with a Hugging Face model, and any other format.
 
     Raises:
         UserError: the message names the path to give, or the other steps.
@@ -215,6 +215,11 @@ def check_output(output: str, format: str, step: int) -> None:
     if format == NATIVE and is_step:
         raise UserError(f"{path}: for a native checkpoint give the root, {root or '.'}; step_{step} is created in it")
     if format == NATIVE:
+        if weights := weights_of(Folder(path)):
+            raise UserError(
+                f"{path} holds a Hugging Face model ({weights[0]}), and whoever read the folder would get the native "
+                "step: give a folder of its own"
+            )
         check_only_step(path, step)
     if format == CLASSIC and is_step and name != f"step_{step}":
         raise UserError(

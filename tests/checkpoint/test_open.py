@@ -154,6 +154,17 @@ def test_a_checkpoint_stays_the_step_that_was_found(tmp_path: Path) -> None:
     assert Checkpoint.open(root).folder.endswith("step_2")
 
 
+def test_two_models_in_one_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = str(tmp_path / "run")
+    write_run(root, step=1)
+    (tmp_path / "run/model.safetensors").touch()
+    checkpoint = Checkpoint.open(root)
+    assert checkpoint.format == "native"
+    assert checkpoint.folder.endswith("step_1")
+    (message,) = caplog.messages
+    assert message.startswith(f"{root} holds a Hugging Face model too (model.safetensors): its native checkpoint is ")
+
+
 def test_weights_of_a_name_on_the_hub_are_downloaded_for_the_source(here: Path, hub_server: HubServer) -> None:
     hub_server.commit("org/model", {path.name: path.read_bytes() for path in Path("hf").iterdir()})
     checkpoint = Checkpoint.open("hf://org/model")

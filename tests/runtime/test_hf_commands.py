@@ -118,6 +118,9 @@ def test_existing_output_is_not_changed(folder) -> None:
     assert "--overwrite" in from_hf(folder, "--input", "hf", "--output-path", "run", code=2)
     classic = ["--output-path", "run/step_0", "--format", "classic"]
     assert "holds mine" in from_hf(folder, "--input", "hf", *classic, "--overwrite", code=2)
+    # two models in one folder: every reader would take the native one
+    message = from_hf(folder, "--input", "hf", "--output-path", "hf", code=2)
+    assert re.search(r"hf holds a Hugging Face model \(model\.safetensors\).*give a folder of its own", message)
     assert "holds mine" in to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", "--overwrite", code=2)
     assert tree(folder) == before
     (folder / "back/mine").unlink()

@@ -16,6 +16,11 @@ from mesh_transformer.errors import UserError, listed
 _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
 
+def weights_of(folder: Folder) -> list[str]:
+    """The names of the files with weights of a Hugging Face model in a folder."""
+    return [name for name in folder.names if _WEIGHTS.fullmatch(name)]
+
+
 class HFFolder(StoredCheckpoint):
     """A folder of transformers.
 
@@ -31,7 +36,7 @@ class HFFolder(StoredCheckpoint):
 
     @classmethod
     def find(cls, folder: Folder) -> Self | None:
-        weights = [name for name in folder.names if _WEIGHTS.fullmatch(name)]
+        weights = weights_of(folder)
         if weights and "config.json" not in folder.names:
             raise UserError(
                 f"{folder.path} holds {listed(weights)} but no config.json: put config.json into the folder"
