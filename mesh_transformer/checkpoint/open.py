@@ -20,6 +20,15 @@ from mesh_transformer.logs import log
 FORMATS: tuple[type[StoredCheckpoint], ...] = (HubModel, NativeStep, ClassicStep, HFFolder)
 
 
+# what to do with a file that is given in place of a folder, by the end of its name
+_NO_FOLDERS = {
+    ".safetensors": "give the folder that holds it, with config.json beside it",
+    ".bin": "give the folder that holds it, with config.json beside it",
+    ".gguf": "GGUF files are not read; give the Hugging Face folder of the model",
+    **dict.fromkeys((".tar", ".tgz", ".tar.gz", ".tar.zst", ".zip"), "unpack it, and give the folder"),
+}
+
+
 class CheckpointTokenizer(NamedTuple):
     """What `data.tokenizer.load_tokenizer` gets.
 
@@ -192,8 +201,18 @@ def _has_tokenizer(folder: Folder) -> bool:
 
 
 def _missing(folder: Folder) -> UserError:
-    """The error that says what a folder without a checkpoint holds."""
+    """The error that says what a folder without a checkpoint holds, or what a path is that is no folder."""
     path, names = folder.path, folder.names
+    scheme, separator, _ = path.partition("://")
+    if separator and not files.is_remote(path):
+        return UserError(f"{scheme}:// cannot be read: copy {path} to a local folder or to gs://")
+    if advice := next((words for suffix, words in _NO_FOLDERS.items() if path.endswith(suffix)), None):
+        return UserError(f"{path} is not the folder of a checkpoint: {advice}")
+    if "adapter_config.json" in names:
+        return UserError(
+            f"{path} holds an adapter (adapter_config.json), not a whole model: merge it into its base model with "
+            "PEFT's merge_and_unload and save_pretrained, and give that folder"
+        )
     root, _, name = path.rpartition("/")
     if not names and re.fullmatch(r"step_\d+", name) and (steps := finished_steps(root or ".")):
         return UserError(f"no {name} in {root or '.'}: it has {listed(steps)}")

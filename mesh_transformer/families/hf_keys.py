@@ -16,7 +16,7 @@ _HARMLESS = re.compile(
     r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task"
     r"| tokenizer(_class)? | prefix | output_.* | return_dict(_in_generate)? | torchscript | is_decoder"
     r"| chunk_size_feed_forward | gradient_checkpointing | custom_pipelines | max_(new_tokens|length) | min_length"
-    r"| do_sample | temperature"
+    r"| do_sample | temperature | attn_implementation | unsloth_.*"
     r"| (top|typical)_[kp] | num_beams | num_beam_groups | num_return_sequences | .*_penalty | .*no_repeat_ngram_size"
     r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns"
     r"| welcome",
@@ -108,7 +108,9 @@ class ConfigJson:
         if self._left.get("quantization_config"):
             raise UserError("the weights are quantized (quantization_config): save them in float first")
         for name, value in self._left.items():
-            if value and not _HARMLESS.fullmatch(name):
+            # a family without windows has only full attention
+            full = name == "layer_types" and isinstance(value, list) and all(each == "full_attention" for each in value)
+            if value and not full and not _HARMLESS.fullmatch(name):
                 raise UserError(
                     f"{name!r:.60} is {value!r:.60}: this key is unknown and may change what the model "
                     "computes; if it does not, remove it from config.json"

@@ -80,11 +80,18 @@ def test_a_row_reads_its_key(values, fields) -> None:
         ({"scale": False}, "^scale is false: only true is supported$"),
         ({"scale": "no"}, "^scale is 'no': expected true or false$"),
         ({"dropout": 0.5, "ours": 4}, "'ours' is 4: this key is unknown"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types' is .*: this key is unknown"),
     ],
 )
 def test_other_values_are_refused(values, reason) -> None:
     with pytest.raises(UserError, match=reason):
         read(values)
+
+
+def test_keys_of_other_programs_that_change_nothing() -> None:
+    """unsloth writes its own into each upload, and transformers wrote which kernel computes attention."""
+    others = {"unsloth_fixed": True, "unsloth_version": "2026.10.9", "attn_implementation": "flash_attention_2"}
+    assert read({**others, "layer_types": ["full_attention"] * 3}) == read({})
 
 
 def test_a_row_writes_its_key() -> None:
