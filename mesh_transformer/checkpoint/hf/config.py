@@ -1,5 +1,8 @@
 """Reads the config.json of a Hugging Face folder: its `model_type` selects the family."""
 
+import difflib
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -8,9 +11,11 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.environment import command
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.hf_keys import ConfigJson
+
+_OTHER_HEADS = re.compile(r"For(\w*Classification|RewardModel\w*|QuestionAnswering|MultipleChoice)$")
 
 
 def read_model(folder: str, *, text_only: bool = False) -> ModelConfig:
@@ -60,7 +65,8 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
                 f"which is not supported; {command('from-hf')} --text-only converts the text model alone"
             )
         if not isinstance(model_type, str) or model_type not in families:
-            raise UserError(f"model_type is {model_type!r:.60}: only {', '.join(families)} can be read")
+            raise UserError(f"model_type is {model_type!r:.60}: {_neighbours(model_type, list(families))}")
+        _check_head(config.get("architectures"))
         model = families[model_type].from_hf(keys)
         keys.refuse_rest()
     except ValidationError as error:
@@ -68,6 +74,29 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     return model
+
+
+def _neighbours(model_type: Any, known: Sequence[str]) -> str:
+    """What can be read in place of an unknown type: the types with similar names, or all."""
+    near = difflib.get_close_matches(model_type, known) if isinstance(model_type, str) else []
+    if near:
+        return f"this type cannot be read; near it are {listed(near)} (docs/families.md has all {len(known)})"
+    return f"only {', '.join(known)} can be read"
+
+
+def _check_head(architectures: Any) -> None:
+    """Refuse a model whose head gives no tokens."""
+    for name in architectures if isinstance(architectures, list) else []:
+        if isinstance(name, str) and (match := _OTHER_HEADS.search(name)):
+            raise UserError(
+                f"architectures has {name!r:.80}: its head is for {_words(match[1])} and has no logits of tokens; give "
+                "the model that it was made from"
+            )
+
+
+def _words(name: str) -> str:
+    """SequenceClassification as `sequence classification`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
 
 def _reason(detail: ErrorDetails) -> str:

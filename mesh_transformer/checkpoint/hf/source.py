@@ -146,6 +146,17 @@ class HFSource:
             self._cached = matrix, buffer
         return _as_matrix(self._cached[1], matrix)
 
+    def _missing(self, name: str) -> UserError:
+        for stored in self._stored:
+            # as torch.compile (_orig_mod.) and DataParallel (module.) write them
+            if stored.endswith(f".{name}"):
+                prefix = stored.removesuffix(name)
+                return UserError(
+                    f"{self.where}: the names of the tensors begin with {prefix!r:.80}, as in {stored:.200}: save the "
+                    "model inside of the wrapper, or remove this prefix from the names"
+                )
+        return UserError(f"{self.where}: {name} is missing (config.json has {self.model.layers} layers)")
+
     def _check_names(self) -> None:
         """Check that the folder has every tensor of the model, with its shape, and no other."""
         expected = {}
@@ -154,8 +165,7 @@ class HFSource:
             names = (name for _, name in foreign_names(row, self.model))
             for name in itertools.chain(names, {row.copy} & self._stored.keys()):
                 if name not in self._stored:
-                    layers = self.model.layers
-                    raise UserError(f"{self.where}: {name} is missing (config.json has {layers} layers)")
+                    raise self._missing(name)
                 expected[name] = shape
         for name, shape in expected.items():
             stored = self._stored[name]

@@ -66,7 +66,9 @@ def test_aliases_are_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"model_type": "xglm"}, "model_type is 'xglm': only gptj"),
+        ({"model_type": "whisper"}, "model_type is 'whisper': only gptj"),
+        ({"model_type": "llama4"}, "model_type is 'llama4': this type cannot be read; near it are llama.* all [0-9]+"),
+        ({**GOOD, "architectures": ["GPTJForSequenceClassification"]}, "its head is for sequence classification and"),
         ({"model_type": None}, "model_type is None"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06: only 1e-05"),
         ({"activation_function": "gelu"}, "activation_function is 'gelu': only the tanh gelu"),

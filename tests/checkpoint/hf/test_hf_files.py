@@ -226,6 +226,16 @@ def test_unknown_tensors_are_refused_and_old_buffers_ignored(tmp_path) -> None:
     refused(tmp_path, "transformer.h.2.ln_1.bias is not a tensor of GPTJForCausalLM with 2 layers")
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_the_prefix_of_a_wrapper_is_named(tmp_path, prefix: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    hf.save_transformers_model(tmp_path, MODEL)
+    path = tmp_path / "model.safetensors"
+    save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    refused(tmp_path, f"the names of the tensors begin with '{prefix}', as in {prefix}")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(random=st.randoms(use_true_random=False))
