@@ -37,6 +37,9 @@ FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.fl
 CACHE_BYTES = 1 << 30
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 
+# prefixes that torch.compile and DataParallel give to the names of a model
+_WRAPPERS = re.compile(r"(?:^|\.)(_orig_mod\.|module\.)")
+
 
 class HFSource:
     """The weights in a folder, local or `gs://`, as a `TensorSource`."""
@@ -148,12 +151,10 @@ class HFSource:
 
     def _missing(self, name: str) -> UserError:
         for stored in self._stored:
-            # as torch.compile (_orig_mod.) and DataParallel (module.) write them
-            if stored.endswith(f".{name}"):
-                prefix = stored.removesuffix(name)
+            if match := _WRAPPERS.search(stored):
                 return UserError(
-                    f"{self.where}: the names of the tensors begin with {prefix!r:.80}, as in {stored:.200}: save the "
-                    "model inside of the wrapper, or remove this prefix from the names"
+                    f"{self.where}: names of tensors have the prefix {match[1]!r}, as in "
+                    f"{stored[match.start(1) :]:.200}: save the model inside of the wrapper, or remove the prefix"
                 )
         return UserError(f"{self.where}: {name} is missing (config.json has {self.model.layers} layers)")
 

@@ -233,7 +233,7 @@ def test_the_prefix_of_a_wrapper_is_named(tmp_path, prefix: str) -> None:
     hf.save_transformers_model(tmp_path, MODEL)
     path = tmp_path / "model.safetensors"
     save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
-    refused(tmp_path, f"the names of the tensors begin with '{prefix}', as in {prefix}")
+    refused(tmp_path, f"names of tensors have the prefix '{prefix}', as in {prefix}")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
