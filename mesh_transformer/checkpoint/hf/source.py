@@ -149,7 +149,7 @@ class HFSource:
             self._cached = matrix, buffer
         return _as_matrix(self._cached[1], matrix)
 
-    def _missing(self, name: str) -> UserError:
+    def _missing(self, name: str | None) -> UserError:
         for stored in self._stored:
             if match := _WRAPPERS.search(stored):
                 return UserError(
