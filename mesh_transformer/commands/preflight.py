@@ -13,6 +13,8 @@ from mesh_transformer.runtime import cli
 
 # set in the process that compiles
 _COMPILES = "MESH_TRANSFORMER_COMPILES"
+# without a folder for programs, each process would end at the same program
+_MOST_PROCESSES = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +90,7 @@ def _watched(arguments: Sequence[str]) -> int:
     is refused, and those before it are on disk."""
     command = [sys.executable, "-m", "mesh_transformer", "preflight", *arguments]
     environment = {**os.environ, _COMPILES: "1"}
-    while True:
+    for number in range(_MOST_PROCESSES):
         # a process that is begun anew writes all lines again
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
             before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -97,7 +99,8 @@ def _watched(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, before)
         if process.returncode != -signal.SIGABRT:
             break
-        sys.stderr.write("the compiler ended the process: the other programs are compiled\n")
+        if number < _MOST_PROCESSES - 1:
+            sys.stderr.write("the compiler ended the process: another process compiles the other programs\n")
     sys.stdout.buffer.write(output)
     sys.stdout.flush()
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

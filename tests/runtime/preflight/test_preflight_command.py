@@ -227,6 +227,16 @@ exit 1
     assert printed.err.count("the compiler ended the process") == 2
 
 
+def test_a_compiler_that_ends_every_process_ends_the_command(tmp_path, monkeypatch, capfd):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -ABRT $$\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(commands_preflight, "_MOST_PROCESSES", 3)
+    assert commands_preflight.main(["--config", "c.json", "--search"]) == 128 + 6
+    assert capfd.readouterr().err.count("the compiler ended the process") == 2
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_program_that_ended_its_compiler_is_refused(tmp_path, monkeypatch, ended):
     """Not one that another process compiles now."""
