@@ -136,8 +136,9 @@ class SlotEngine:
             seed_N=np.uint32(params.seed),
             options={name: np.asarray(value, OPTIONS[name].dtype) for name, value in params.options.items()},
             end_NE=ends,
-            biased_N=np.bool_(params.logit_bias != ()),
+            biased_N=np.bool_(params.logit_bias != () or params.allowed_token_ids != ()),
             bias_NV=self._bias(params),
+            bad_words_NWT=self._bad_words(params),
             tokens_NS=tokens,
         )
         self._slots = self._programs.insert(self._slots, np.int32(slot), new, np.int32(len(prompt)))
@@ -154,7 +155,8 @@ class SlotEngine:
         rows."""
         alike: dict[int, list[PromptChunk]] = {}
         for chunk in chunks:
-            program = self._alone(chunk.start, chunk.stop, self._requests[chunk.slot].params.prompt_logprobs)
+            scored = self._requests[chunk.slot].params.prompt_logprobs is not None
+            program = self._alone(chunk.start, chunk.stop, scored)
             assert program is not None, "a chunk whose program is not compiled"
             if program.scored or program.length > program.size or self._rows(program.size) == 1:
                 yield _Group([chunk], program)
@@ -225,7 +227,7 @@ class SlotEngine:
             arrays.targets_BP[row, : len(following)] = following
             arrays.last_B[row] = chunk.stop == len(request.prompt)
             self._ends[chunk.slot] = max(self._ends[chunk.slot], chunk.start + program.size)
-        n_top = max(request.params.logprobs or 0 for request in running)
+        n_top = max(request.params.most_logprobs for request in running)
         self._slots, drawn, scores = self._call(program, arrays, np.int32(n_top))
         if arrays.last_B.any():
             drawn = jax.device_get(drawn)
@@ -233,8 +235,11 @@ class SlotEngine:
             tokens: list[Token] = []
             if scores is not None:
                 following = request.prompt[chunk.start + 1 : chunk.stop + 1]
-                of_row = jax.tree.map(lambda x, row=row: np.asarray(x[row]), scores)
-                tokens = [_token(request.params, *each) for each in zip(following, *of_row, strict=False)]
+                of_row, ranks = jax.tree.map(lambda x, row=row: np.asarray(x[row]), scores)
+                top = request.params.prompt_logprobs
+                tokens = [
+                    _token(top, *token, rank=int(rank)) for *token, rank in zip(following, *of_row, ranks, strict=False)
+                ]
             first = None
             if arrays.last_B[row]:
                 request.length = len(request.prompt)
@@ -351,12 +356,21 @@ class SlotEngine:
         return self.compiled[program](self._params, self._slots, *arguments)
 
     def _bias(self, params: SamplingParams) -> Any:
-        if not params.logit_bias:
+        if not params.logit_bias and not params.allowed_token_ids:
             return self._blank.bias_NV
-        bias = np.zeros(self._n_vocab, np.float32)
+        bias = np.full(self._n_vocab, -np.inf if params.allowed_token_ids else 0.0, np.float32)
+        bias[list(params.allowed_token_ids)] = 0.0
         for token, value in params.logit_bias:
             bias[token] += value
         return jax.device_put(bias, self._whole)
+
+    def _bad_words(self, params: SamplingParams) -> Any:
+        if not params.bad_words:
+            return self._blank.bad_words_NWT
+        words_WT = np.full(self._blank.bad_words_NWT.shape, -1, np.int32)
+        for row, word in zip(words_WT, params.bad_words, strict=False):
+            row[-len(word) :] = word
+        return jax.device_put(words_WT, self._whole)
 
     def _emitted(
         self, rows: Sequence[int], requests: Mapping[int, _Running], drawn: SampledTokens
@@ -372,7 +386,7 @@ class SlotEngine:
             # the newest token is not in the cache yet
             self._ends[slot] = max(self._ends[slot], running.length)
             token = _token(
-                running.params, sampled.token_B, sampled.logprob_B, sampled.top_id_BC, sampled.top_logprob_BC
+                running.params.logprobs, sampled.token_B, sampled.logprob_B, sampled.top_id_BC, sampled.top_logprob_BC
             )
             yield running.emit(slot, token, ended=bool(sampled.ended_B))
 
@@ -402,8 +416,7 @@ class _Running:
         return EmittedToken(slot, token, "stop" if ended else None if self.left else "length")
 
 
-def _token(params: SamplingParams, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any) -> Token:
+def _token(n_top: int | None, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any, *, rank: int = 0) -> Token:
     """A token with the number of alternatives that the request asks for."""
-    wanted = slice(params.logprobs or 0)
-    top = zip(top_id_C[wanted].tolist(), top_logprob_C[wanted].tolist(), strict=True)
-    return Token(int(id), float(logprob), tuple(top))
+    top = zip(top_id_C[: n_top or 0].tolist(), top_logprob_C[: n_top or 0].tolist(), strict=True)
+    return Token(int(id), float(logprob), tuple(top), rank)

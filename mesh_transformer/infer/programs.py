@@ -1,7 +1,7 @@
 """The state of all slots on the device, and the jitted programs that update it.
 
 Shapes: N slots, B slots of a call, S positions of a slot, P positions of a prompt chunk, I steps of a call, V
-vocabulary rows, D residual width, E stop tokens, C alternatives.
+vocabulary rows, D residual width, E stop tokens, W bad words of T tokens, C alternatives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
+from mesh_transformer.infer.requests import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    OPTIONS,
+)
 from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_likely, penalise, sample
 from mesh_transformer.models.modules import at_position
 from mesh_transformer.models.placement import Placement
@@ -40,7 +46,8 @@ class Slots(NamedTuple):
         options: a vector (N,) for each sampling option.
         end_NE: int32, the stop tokens, padded with -1.
         biased_N: bool, whether `bias_NV` has a nonzero entry.
-        bias_NV: float32, the logit bias.
+        bias_NV: float32, the logit bias, -inf for a token that is not allowed.
+        bad_words_NWT: int32, the sequences of tokens to exclude, padded with -1 on the left.
         tokens_NS: int32, the tokens of prompt and completion.
         in_prompt_NV: bool, whether a token is in the prompt.
         counts_NV: int32, occurrences of each token in the completion.
@@ -57,6 +64,7 @@ class Slots(NamedTuple):
     end_NE: jax.Array
     biased_N: jax.Array
     bias_NV: jax.Array
+    bad_words_NWT: jax.Array
     tokens_NS: jax.Array
     in_prompt_NV: jax.Array
     counts_NV: jax.Array
@@ -85,6 +93,20 @@ class SampledTokens(NamedTuple):
     top_logprob_BC: jax.Array
     live_B: jax.Array
     ended_B: jax.Array
+
+
+class PromptScores(NamedTuple):
+    """The scores of given tokens, and the rank of each, int32: how many tokens are at least as likely."""
+
+    scores: Scores
+    rank_P: jax.Array
+
+    @classmethod
+    def of(cls, logits_PV: jax.Array, tokens_P: jax.Array, n_top: jax.Array) -> PromptScores:
+        """See `Scores.of`."""
+        logit_P1 = jnp.take_along_axis(logits_PV, tokens_P[:, None], axis=-1)
+        rank_P = (logits_PV >= logit_P1).sum(-1, dtype=jnp.int32)
+        return cls(Scores.of(logits_PV, tokens_P, n_top), rank_P)
 
 
 class Scores(NamedTuple):
@@ -167,13 +189,13 @@ class SlotPrograms:
 
     def _prefill(
         self, params: Params, slots: Slots, chunks: ChunkBatch, n_top: jax.Array, *, length: int, scored: bool
-    ) -> tuple[Slots, SampledTokens, Scores | None]:
+    ) -> tuple[Slots, SampledTokens, PromptScores | None]:
         """Compute prompt chunks, and sample the first token of each slot whose prompt is complete.
 
         Args:
             n_top: int32 scalar, alternatives per token.
             length: positions of the cache that attention reads: at least start + P for each row.
-            scored: whether to return the Scores, (B, P) each.
+            scored: whether to return the PromptScores, (B, P) each.
         """
         rows_B, count_B = chunks.slots_B, chunks.count_B
         with use(self.partition):
@@ -245,12 +267,12 @@ class SlotPrograms:
         logits_BTV = self.model.logits(head, x_BTD)
         return constrain(logits_BTV if copies == 1 else logits_BTV[:, :1], None, None, None)
 
-    def _scores(self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array) -> Scores:
+    def _scores(self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array) -> PromptScores:
         n = next(n for n in (_SCORED_POSITIONS, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)
 
-        def part_scores(part: tuple[jax.Array, jax.Array]) -> Scores:
+        def part_scores(part: tuple[jax.Array, jax.Array]) -> PromptScores:
             x_pD, targets_p = part
-            return Scores.of(self._logits(head, x_pD[None])[0], targets_p, n_top)
+            return PromptScores.of(self._logits(head, x_pD[None])[0], targets_p, n_top)
 
         x_CpD, targets_Cp = x_BPD.reshape(-1, n, x_BPD.shape[-1]), targets_BP.reshape(-1, n)
         parts = jax.lax.map(part_scores, (x_CpD, targets_Cp))
@@ -279,6 +301,7 @@ def blank(context: int, vocab: int) -> Slots:
         end_NE=zeros(MAX_STOP_TOKENS),
         biased_N=zeros(dtype=bool),
         bias_NV=zeros(vocab, dtype=jnp.float32),
+        bad_words_NWT=zeros(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS) - 1,
         tokens_NS=zeros(context),
         in_prompt_NV=zeros(vocab, dtype=bool),
         counts_NV=zeros(vocab),
@@ -287,8 +310,8 @@ def blank(context: int, vocab: int) -> Slots:
 
 def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
     """Slots without requests."""
-    zeros = jax.tree.map(lambda x: jnp.zeros((n_slots, *x.shape), x.dtype), blank(context, vocab))
-    return zeros._replace(cache=cache)
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (n_slots, *x.shape)), blank(context, vocab))
+    return rows._replace(cache=cache)
 
 
 def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Slots:
@@ -341,6 +364,10 @@ def draw(
             tokens_NS=slots.tokens_NS,
             in_prompt_NV=slots.in_prompt_NV,
             counts_NV=slots.counts_NV,
+            drawn_B=drawn_B,
+            # the first word of a request with words
+            worded_B=live_B & (slots.bad_words_NWT[rows_B, 0, -1] >= 0),
+            bad_words_NWT=slots.bad_words_NWT,
         )
         keys_B = jax.vmap(_key)(slots.seed_N[rows_B], length_B)
         token_B = sample(penalise(logits_BV, options, inputs), keys_B, options)

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 MAX_STOP_TOKENS = 16
 # alternatives per token
 MAX_TOP_LOGPROBS = 20
+# sequences of tokens that a request excludes, and tokens of each
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 16
 MAX_NGRAM = 64
 # sampling with a lower temperature is greedy
 LEAST_TEMPERATURE = 1e-5
@@ -119,12 +121,13 @@ class SamplingParams(SamplingOptions):
 
     Sampling applies these steps, in this order, to the float32 logits of the next token:
 
-    1. Add `logit_bias`.
+    1. Add `logit_bias`. Exclude the tokens that are not in `allowed_token_ids`.
     2. Repetition penalty: for tokens in the prompt or the completion, divide positive logits and multiply negative
         logits
        (Keskar et al. 2019).
     3. For tokens in the completion, subtract the frequency penalty times their count, then the presence penalty.
-    4. Exclude tokens that would repeat an n-gram. Exclude stop tokens while there are fewer than `min_tokens` tokens.
+    4. Exclude tokens that would repeat an n-gram, and tokens that would complete one of `bad_words` in the completion.
+       Exclude stop tokens while there are fewer than `min_tokens` tokens.
     5. Divide by the temperature.
     6. Keep the tokens with at least `min_p` times the largest probability, then the `top_k` most likely of these, then
        the smallest set of these with probability `top_p`. At least one token is kept.
@@ -135,12 +138,14 @@ class SamplingParams(SamplingOptions):
         max_tokens: the largest number of new tokens. With 0, only the prompt is computed.
         min_tokens: while there are fewer new tokens, no token of `stop_token_ids` is sampled.
         logit_bias: pairs of a token and the number to add to its logit.
+        allowed_token_ids: only these tokens are sampled. Empty: all.
+        bad_words: sequences of tokens that the completion does not contain.
         stop_token_ids: tokens that end the completion. The end-of-text token is one of them, unless the request ignores
             it.
         seed: it determines the samples, together with the prompt. Other requests of the batch have no influence.
         logprobs: how many alternatives to report with each token. The token's own log-probability is always reported.
-        prompt_logprobs: report the log-probabilities of the prompt's tokens too. The prompt then reuses no cached
-            prefix.
+        prompt_logprobs: how many alternatives to report with each token of the prompt. None: report nothing of the
+            prompt. A prompt that is reported reuses no cached prefix.
 
     Raises:
         ValueError: as in `SamplingOptions`.
@@ -149,24 +154,36 @@ class SamplingParams(SamplingOptions):
     max_tokens: int = 16
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         biases_fit = all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias)
+        bad_words_fit = len(self.bad_words) <= MAX_BAD_WORDS and all(
+            0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words
+        )
         self._check(
             [
                 ("max_tokens", "0 or more", self.max_tokens >= 0),
                 ("min_tokens", f"0 to max_tokens ({self.max_tokens})", 0 <= self.min_tokens <= self.max_tokens),
                 ("logit_bias", f"numbers of {-MAX_BIAS:,.0f} to {MAX_BIAS:,.0f}", biases_fit),
                 ("stop_token_ids", f"at most {MAX_STOP_TOKENS}", len(self.stop_token_ids) <= MAX_STOP_TOKENS),
+                ("bad_words", f"at most {MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_TOKENS} tokens", bad_words_fit),
                 ("seed", "0 to 2**32 - 1", 0 <= self.seed < 2**32),
-                ("logprobs", f"none or 0 to {MAX_TOP_LOGPROBS}", 0 <= (self.logprobs or 0) <= MAX_TOP_LOGPROBS),
+                *((name, f"none or 0 to {MAX_TOP_LOGPROBS}", 0 <= (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS)
+                  for name in ("logprobs", "prompt_logprobs")),
             ]
         )  # fmt: skip
         super().__post_init__()
+
+    @property
+    def most_logprobs(self) -> int:
+        """The largest number of alternatives that a token has, of the prompt or new."""
+        return max(self.logprobs or 0, self.prompt_logprobs or 0)
 
 
 class Token(NamedTuple):
@@ -174,11 +191,13 @@ class Token(NamedTuple):
 
     Args:
         top: the most likely tokens and their log-probabilities, the most likely first.
+        rank: how many tokens are at least as likely, itself included. 0: not computed, as for new tokens.
     """
 
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class EmittedToken(NamedTuple):

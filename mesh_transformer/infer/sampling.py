@@ -30,6 +30,9 @@ class PenaltyInputs(NamedTuple):
         tokens_NS: int32, the tokens of prompt and completion.
         in_prompt_NV: bool, whether a token is in the prompt.
         counts_NV: int32, occurrences of each token in the completion.
+        drawn_B: int32, tokens of the completion.
+        worded_B: bool, whether there are bad words.
+        bad_words_NWT: int32, the tokens of each bad word, padded with -1 on the left.
     """
 
     rows_B: jax.Array
@@ -41,6 +44,9 @@ class PenaltyInputs(NamedTuple):
     tokens_NS: jax.Array
     in_prompt_NV: jax.Array
     counts_NV: jax.Array
+    drawn_B: jax.Array
+    worded_B: jax.Array
+    bad_words_NWT: jax.Array
 
 
 def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
@@ -51,6 +57,7 @@ def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs
     logits_BV = _apply_if(inputs.biased_B.any(), lambda x: _add_bias(x, inputs), logits_BV)
     logits_BV = _apply_if(penalties_B.any(), lambda x: _apply_penalties(x, o, inputs), logits_BV)
     logits_BV = _apply_if((n_B > 0).any(), lambda x: _exclude_repeated_ngrams(x, n_B, inputs), logits_BV)
+    logits_BV = _apply_if(inputs.worded_B.any(), lambda x: _exclude_bad_words(x, inputs), logits_BV)
     return _apply_if(inputs.early_B.any(), lambda x: _exclude_stop_tokens(x, inputs), logits_BV)
 
 
@@ -151,6 +158,21 @@ def _exclude_repeated_ngrams(logits_BV: jax.Array, n_B: jax.Array, inputs: Penal
     matches_BS = jax.lax.fori_loop(1, n_B.max(), same, inside)
     banned = jnp.where(matches_BS, tokens_BS, logits_BV.shape[-1])
     return logits_BV.at[jnp.arange(len(banned))[:, None], banned].set(-jnp.inf, mode="drop")
+
+
+def _exclude_bad_words(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
+    """Exclude the last token of each bad word whose other tokens end the completion."""
+    words_BWT = jnp.where(inputs.worded_B[:, None, None], inputs.bad_words_NWT[inputs.rows_B], -1)
+    n_vocab, n_before = logits_BV.shape[-1], words_BWT.shape[-1] - 1
+    back = jnp.arange(n_before, 0, -1)[None]
+    places_BT = inputs.length_B[:, None] - back
+    ends_BT = jnp.take_along_axis(inputs.tokens_NS[inputs.rows_B], jnp.maximum(places_BT, 0), axis=1)
+    # no token is -2, so that a place before the completion matches no word
+    ends_BT = jnp.where(back <= inputs.drawn_B[:, None], ends_BT, -2)
+    before_BWT, last_BW = words_BWT[..., :-1], words_BWT[..., -1]
+    complete_BW = ((before_BWT == ends_BT[:, None]) | (before_BWT < 0)).all(-1) & (last_BW >= 0)
+    banned_BW = jnp.where(complete_BW, last_BW, n_vocab)
+    return logits_BV.at[jnp.arange(len(banned_BW))[:, None], banned_BW].set(-jnp.inf, mode="drop")
 
 
 def _exclude_stop_tokens(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:

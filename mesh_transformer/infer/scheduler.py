@@ -365,13 +365,13 @@ class Scheduler:
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
             return False
         longest = max(min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in prefilling)
-        return request.params.prompt_logprobs or longest < max(self._min_copy, reused + 1)
+        return request.params.prompt_logprobs is not None or longest < max(self._min_copy, reused + 1)
 
     def _choose_slot(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:
         """A free slot for a request, the slot that holds a prefix of its prompt, and the length of the prefix."""
         free = sorted(self._free(), key=lambda slot: slot.last_used)
         # prompt_logprobs need the whole prompt to be computed
-        if request.params.prompt_logprobs:
+        if request.params.prompt_logprobs is not None:
             return free[0], None, 0
         common = [min(_common_length(slot.tokens, request.prompt), slot.cached) for slot in self._slots]
         # the first new token needs the logits of the prompt's last token, so this token is always computed
@@ -392,13 +392,14 @@ class Scheduler:
     def _ready(self, request: _Request, start: int) -> bool:
         """Whether a program for the chunk from `start` on is compiled."""
         stop = min(start + self._engine.max_prefill_tokens, len(request.prompt))
-        return self._engine.ready(start, stop, request.params.prompt_logprobs)
+        return self._engine.ready(start, stop, request.params.prompt_logprobs is not None)
 
     def _chunk(self, slot: _Slot, room: int) -> PromptChunk | None:
         """The next chunk of a prompt, of at most `room` tokens. None if its program is not compiled yet."""
         assert slot.request is not None
         stop = min(slot.cached + room, len(slot.tokens))
-        ready = self._engine.ready(slot.cached, stop, slot.request.params.prompt_logprobs)
+        scored = slot.request.params.prompt_logprobs is not None
+        ready = self._engine.ready(slot.cached, stop, scored)
         return PromptChunk(slot.index, slot.cached, stop) if ready else None
 
     def _chunks(self) -> list[PromptChunk]:

@@ -85,7 +85,17 @@ def test_the_options_matter() -> None:
     plain = SamplingParams(max_tokens=24, temperature=0)
     run, params, _ = tiny()
     greedy = reference.complete(run, params, prompt_of(1, 21), plain)[0]
-    for name in ("repetition", "presence", "frequency", "bias", "1-grams", "2-grams", "3-grams"):
+    for name in (
+        "repetition",
+        "presence",
+        "frequency",
+        "bias",
+        "allowed tokens",
+        "bad words",
+        "1-grams",
+        "2-grams",
+        "3-grams",
+    ):
         assert by_definition(name)[0] != greedy[: len(by_definition(name)[0])], name
     assert by_definition("stop token")[2] == by_definition("min_tokens")[2] == "stop"
     for name in ("no float32 temperature", "least temperature", "no nucleus"):
@@ -151,15 +161,19 @@ def test_logprobs_of_prompt_and_completion_with_alternatives() -> None:
     run, params, _ = tiny()
     engine = engine_of(run, params, slots=2, max_prefill_tokens=32)
     prompt = prompt_of(6, 40)
-    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=True)
+    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=1, prompt_logprobs=3)
     (made,) = complete(engine, [(prompt, sampling)])
     tokens = np.asarray([prompt + made.ids], np.int32)
     logits, _ = run.model.apply(params, tokens)
     logprobs = np.asarray(jax.nn.log_softmax(logits))[0]
+    # the largest of the request's two numbers is computed, each list has its own
+    assert [len(token.top) for token in made.tokens] == [1] * 4
+    ranks = [int((row >= row[token.id]).sum()) for row, token in zip(logprobs, made.prompt, strict=False)]
+    assert [token.rank for token in made.prompt] == ranks
     found = made.prompt + made.tokens
     assert [token.id for token in found] == tokens[0, 1:].tolist()
     for at, token in enumerate(found):
-        order = np.argsort(-logprobs[at], kind="stable")[:3]
+        order = np.argsort(-logprobs[at], kind="stable")[: 3 if at < len(made.prompt) else 1]
         assert [id for id, _ in token.top] == order.tolist()
         np.testing.assert_allclose([value for _, value in token.top], logprobs[at][order], rtol=0, atol=2e-5)
         np.testing.assert_allclose(token.logprob, logprobs[at][token.id], rtol=0, atol=2e-5)
@@ -200,7 +214,7 @@ def test_a_call_is_read_after_another_request_got_the_slot() -> None:
 
 def test_a_prompt_alone() -> None:
     _, _, engine = tiny()
-    sampling = SamplingParams(max_tokens=0, prompt_logprobs=True)
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
     engine.insert(0, [1, 2, 3], sampling, source=None, reused=0)
     (found,) = engine.prefill([PromptChunk(0, 0, 3)])
     assert found == PrefillResult(None, found.prompt)

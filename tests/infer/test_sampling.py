@@ -68,6 +68,7 @@ def test_repeated_ngrams_are_excluded(tokens, n):
         rows_B=jnp.zeros(1, jnp.int32), length_B=jnp.full(1, len(tokens), jnp.int32), early_B=jnp.zeros(1, bool),
         end_BE=jnp.full((1, 1), -1, jnp.int32), biased_B=jnp.zeros(1, bool), bias_NV=jnp.zeros((1, 8)),
         tokens_NS=jnp.asarray(padded), in_prompt_NV=jnp.zeros((1, 8), bool), counts_NV=jnp.zeros((1, 8), jnp.int32),
+        drawn_B=jnp.zeros(1, jnp.int32), worded_B=jnp.zeros(1, bool), bad_words_NWT=jnp.full((1, 1, 2), -1),
     )  # fmt: skip
     found = penalise(jnp.zeros((1, 8)), _options(1, no_repeat_ngram_size=n), inputs)
     np.testing.assert_array_equal(found, expected[None])

@@ -27,7 +27,7 @@ def _requests() -> dict[int, tuple[list[int], SamplingParams]]:
         new = 20 if i == CANCELLED else int(rng.integers(0, 20))
         requests[i] = (
             prompt,
-            SamplingParams(max_tokens=new, temperature=float(i % 2), seed=i, prompt_logprobs=i % 7 == 3),
+            SamplingParams(max_tokens=new, temperature=float(i % 2), seed=i, prompt_logprobs=0 if i % 7 == 3 else None),
         )
     return requests
 

@@ -196,7 +196,7 @@ def test_prompt_logprobs_come_in_pieces_and_reuse_nothing():
     c = Collector(slots=2, max_prefill_tokens=4)
     c.run((PROMPT[:10], params(1)))
     c.calls()
-    c.submit(1, PROMPT[:10], params(2, prompt_logprobs=True, logprobs=2))
+    c.submit(1, PROMPT[:10], params(2, prompt_logprobs=2, logprobs=2))
     counts = []
     while not c.scheduler.idle:
         c.step()
@@ -207,7 +207,7 @@ def test_prompt_logprobs_come_in_pieces_and_reuse_nothing():
     assert [len(token.top) for token in c.got[1].prompt] == [2] * 9
 
 
-@pytest.mark.parametrize("prompt_logprobs", [False, True])
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_no_new_tokens(prompt_logprobs):
     c = Collector(slots=1)
     c.run((PROMPT[:10], params(0, prompt_logprobs=prompt_logprobs)))

@@ -39,7 +39,7 @@ class Traffic(RuleBasedStateMachine):
             st.integers(0, 3),
             seed=st.integers(0, 6),
             stop_token_ids=st.sampled_from([(), (1,), (0, 3)]),
-            prompt_logprobs=st.sampled_from([False, False, False, True]),
+            prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
         ),
     )
     def submit(self, prompt, sampling):

@@ -38,6 +38,13 @@ CASES = {
     "frequency": SamplingParams(max_tokens=24, temperature=0, frequency_penalty=0.3),
     "negative penalties": SamplingParams(max_tokens=24, presence_penalty=-2, frequency_penalty=-1, seed=8),
     "bias": SamplingParams(max_tokens=12, temperature=0, logit_bias=((LOVED, 3.0), (BANNED, -100.0))),
+    "allowed tokens": SamplingParams(
+        max_tokens=12, temperature=0, allowed_token_ids=(3, 5, 8, LOVED), logit_bias=((LOVED, 3.0),)
+    ),
+    # of the greedy tokens 174, 60, 182, 280, 182, 182; the prompt ends with 443, which is no part of the completion
+    "bad words": SamplingParams(
+        max_tokens=24, temperature=0, bad_words=((443, 174), (174, 60), (280,), (182, 182, 182))
+    ),
     "1-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram_size=1),
     "2-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram_size=2),
     "3-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram_size=3),

@@ -29,8 +29,9 @@ def logprobs_after(tokens: Sequence[int], vocab: int) -> list[float]:
 def report(tokens: Sequence[int], token: int, vocab: int, top: int | None) -> Token:
     """A token after `tokens`, with the log-probabilities that an engine reports."""
     logprobs = logprobs_after(tokens, vocab)
-    likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])[: top or 0]
-    return Token(token, logprobs[token], tuple((other, logprobs[other]) for other in likeliest))
+    likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])
+    rank = 1 + likeliest.index(token)
+    return Token(token, logprobs[token], tuple((other, logprobs[other]) for other in likeliest[: top or 0]), rank)
 
 
 def draw(
@@ -38,7 +39,7 @@ def draw(
 ) -> tuple[Token, FinishReason | None]:
     """The token after `tokens`, and the finish reason if it is the last one.
 
-    It uses only the parameters max_tokens, min_tokens, stop_token_ids, seed and logprobs.
+    It uses only the parameters max_tokens, min_tokens, stop_token_ids, allowed_token_ids, bad_words, seed and logprobs.
 
     Args:
         generated: how many of `tokens` belong to the completion.
@@ -46,7 +47,9 @@ def draw(
     logprobs = logprobs_after(tokens, vocab)
     likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])
     barred = set(params.stop_token_ids) if generated < params.min_tokens else set()
-    allowed = [token for token in likeliest if token not in barred]
+    completion = tuple(tokens[len(tokens) - generated :])
+    barred |= {word[-1] for word in params.bad_words if completion[generated - len(word) + 1 :] == word[:-1]}
+    allowed = [token for token in likeliest if token in (params.allowed_token_ids or [token]) and token not in barred]
     token = allowed[params.seed % len(allowed)]
     finish_reason: FinishReason | None = "length" if generated + 1 == params.max_tokens else None
     if token in params.stop_token_ids:
@@ -71,8 +74,9 @@ def alone(prompt: Sequence[int], params: SamplingParams, vocab: int = 101) -> Co
         token, finish_reason = draw(sequence, len(tokens), params, vocab)
         tokens.append(token)
         sequence.append(token.id)
-    known = range(1, len(prompt)) if params.prompt_logprobs else ()
-    return Completion(tokens, [report(prompt[:i], prompt[i], vocab, params.logprobs) for i in known], finish_reason)
+    known = range(1, len(prompt)) if params.prompt_logprobs is not None else ()
+    scored = [report(prompt[:i], prompt[i], vocab, params.prompt_logprobs) for i in known]
+    return Completion(tokens, scored, finish_reason)
 
 
 @dataclasses.dataclass
@@ -142,7 +146,7 @@ class FakeEngine:
         assert 0 <= reused < len(prompt)
         assert (source is None) == (reused == 0)
         if source is not None:
-            assert not params.prompt_logprobs
+            assert params.prompt_logprobs is None
             assert reused <= len(self.caches[source]), "a position that is not computed"
             assert self.holds(source, reused), "a position that is forgotten"
         taken = [] if source is None else self.caches[source][:reused]
@@ -167,8 +171,8 @@ class FakeEngine:
         known = []
         for i in range(start, stop):
             cache.append(prompt[i])
-            if params.prompt_logprobs and i + 1 < len(prompt):
-                known.append(report(cache, prompt[i + 1], self.vocab, params.logprobs))
+            if params.prompt_logprobs is not None and i + 1 < len(prompt):
+                known.append(report(cache, prompt[i + 1], self.vocab, params.prompt_logprobs))
         self.ends[slot] = max(self.ends[slot], stop)
         self.known[slot] = stop
         last = stop == len(prompt)

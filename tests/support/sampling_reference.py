@@ -48,6 +48,8 @@ def penalised(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingPara
     completion = tokens[len(tokens) - drawn :]
     for token, bias in w.logit_bias:
         logits[token] += np.float32(bias)
+    if w.allowed_token_ids:
+        logits[sorted(set(range(len(logits))) - set(w.allowed_token_ids))] = -np.inf
     for token in set(tokens):
         factor = np.float32(w.repetition_penalty)
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
@@ -60,6 +62,9 @@ def penalised(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingPara
         for start in range(len(tokens) - n + 1):
             if tokens[start : start + n - 1] == tail:
                 logits[tokens[start + n - 1]] = -np.inf
+    for *before, last in w.bad_words:
+        if len(before) <= drawn and completion[drawn - len(before) :] == before:
+            logits[last] = -np.inf
     if drawn < w.min_tokens:
         logits[list(w.stop_token_ids)] = -np.inf
     return logits
