@@ -52,6 +52,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
@@ -60,14 +61,17 @@ class ChatTemplate:
         Args:
             messages: from the oldest to the newest.
             add_generation_prompt: end with the beginning of the assistant's next message.
+            continue_final_message: end with the text of the last message, so that the model continues it.
             tools: what the assistant may call.
             variables: further ones, such as `enable_thinking`.
 
         Raises:
             ToolsNotUsed: there are tools, and the template does not use them.
-            UserError: the template refuses the messages, has a fault or exceeds a limit.
+            UserError: the template refuses the messages, has a fault or exceeds a limit; or the last message, which is
+                to be continued, has no text, or the template leaves it out.
         """
-        return self._answer(self._request(messages, add_generation_prompt, tools, variables))["text"]
+        text = self._answer(self._request(messages, add_generation_prompt, tools, variables))["text"]
+        return _until_final_text(text, messages[-1]) if continue_final_message else text
 
     def render_answers(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None
@@ -157,3 +161,17 @@ class ChatTemplate:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
+
+
+def _until_final_text(text: str, message: Message) -> str:
+    """The part of a chat's text up to the end of the content of its last message.
+
+    A template may remove blanks at the ends of a content, as in transformers' `continue_final_message`.
+    """
+    content = message["content"]
+    start = text.rfind(content.strip()) if content.strip() else -1
+    if start < 0:
+        reason = "the chat template leaves it out" if content.strip() else "it has no text"
+        raise UserError(f"the last message cannot be continued: {reason}")
+    kept = content.lstrip()
+    return text[:start] + (kept if text.startswith(kept, start) else content.strip())

@@ -1,6 +1,7 @@
 """Incremental decoding of tokens to text: whole characters only, without stop texts."""
 
 import bisect
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -13,9 +14,10 @@ CONTEXT = 16
 class TextStream:
     """The text of one completion, token by token.
 
-    The parts together equal one `decode` of all tokens, cut at the stop text that starts first. They do not depend on
-    how tokens divide the text, with one exception. Some tokenizers have a token for each byte of a rare character, and
-    decode it differently when invalid UTF-8 follows. Text that was returned already does not change then.
+    The parts together equal one `decode` of all tokens, cut at the stop text that starts first, or after it. They do
+    not depend on how tokens divide the text, with one exception. Some tokenizers have a token for each byte of a rare
+    character, and decode it differently when invalid UTF-8 follows. Text that was returned already does not change
+    then.
 
     Args:
         tokenizer: the tokenizer of the tokens.
@@ -24,6 +26,8 @@ class TextStream:
         context: the tokens before the completion, or the last few of them. Some tokenizers drop a space at the start of
             a text; with a context the space is kept. An incomplete character at the end of the context stays
             incomplete.
+        keep_stop: whether the stop text is a part of the text.
+        special_names: whether special tokens have their names as texts. Else they have none.
 
     Raises:
         ValueError: a stop text is empty.
@@ -36,29 +40,32 @@ class TextStream:
         *,
         min_tokens: int = 0,
         context: Sequence[int] = (),
+        keep_stop: bool = False,
+        special_names: bool = False,
     ):
         if "" in stops:
             raise ValueError("a stop text must have at least one character")
-        self._tokenizer, self._stops = tokenizer, sorted(set(stops))
+        self._decode = functools.partial(tokenizer.decode, special_names=special_names)
+        self._stops, self._keep_stop = sorted(set(stops)), keep_stop
         self._stop_set, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
         self._longest = max(self._lengths, default=0)
         self._min_tokens = min_tokens
         # Previous tokens can change the text of the next ones. So the window starts with tokens whose text is known.
         # The new text is the text of the window after theirs.
         self._window = list(context[-CONTEXT:])
-        if tokenizer.decode(self._window).endswith(UNKNOWN):
+        if self._decode(self._window).endswith(UNKNOWN):
             self._window = []
         # number of tokens of the window with known text, and the length of this text in characters
         self._known = len(self._window)
-        self._known_length = len(tokenizer.decode(self._window))
+        self._known_length = len(self._decode(self._window))
         # the text of the remaining tokens of the window, which later tokens can change
         self._unfinished = ""
         # decoded characters of the completion, including the held ones
         self._decoded = 0
         # decoded text that may be the start of a stop text
         self._held = ""
-        # start of the first stop text found so far; a longer one may start before it
-        self._stop_start = sys.maxsize
+        # start and end of the first stop text found so far; a longer one may start before it
+        self._stop = sys.maxsize, sys.maxsize
         # the text returned so far
         self.text = ""
         # whether a stop text ended the completion; later tokens are ignored
@@ -76,12 +83,12 @@ class TextStream:
             return ""
         self.offsets.append(self._decoded + len(self._unfinished.rstrip(UNKNOWN)))
         self._window.append(token)
-        self._unfinished = self._tokenizer.decode(self._window)[self._known_length :]
+        self._unfinished = self._decode(self._window)[self._known_length :]
         # U+FFFD at the end may stand for the first bytes of a character
         if not self._unfinished or self._unfinished.endswith(UNKNOWN):
             return ""
         self._window = self._window[self._known :]
-        self._known, self._known_length = len(self._window), len(self._tokenizer.decode(self._window))
+        self._known, self._known_length = len(self._window), len(self._decode(self._window))
         return self._release(last=False)
 
     def finish(self) -> str:
@@ -96,9 +103,11 @@ class TextStream:
         if len(self.offsets) > self._min_tokens:
             self._find_stops(new)
         end = len(self._held) if last else self._possible_stop()
-        at = self._stop_start - len(self.text)
-        self.stopped = at <= end
-        certain = self._held[: min(at, end)]
+        start, stop = (place - len(self.text) for place in self._stop)
+        self.stopped = start <= end
+        if self.stopped:
+            end = stop if self._keep_stop else start
+        certain = self._held[:end]
         self._held = "" if self.stopped else self._held[end:]
         self.text += certain
         return certain
@@ -109,13 +118,13 @@ class TextStream:
         The time depends on the number of different lengths of stop texts, not on their number.
         """
         held = self._held
-        starts = [
-            len(self.text) + end - length
+        places = [
+            (len(self.text) + end - length, len(self.text) + end)
             for end in range(len(held) - new + 1, len(held) + 1)
             for length in self._lengths
             if length <= end and held[end - length : end] in self._stop_set
         ]
-        self._stop_start = min([self._stop_start, *starts])
+        self._stop = min([self._stop, *places])
 
     def _possible_stop(self) -> int:
         """The index in the held text at which a stop text may start that is still incomplete. Else the length of the

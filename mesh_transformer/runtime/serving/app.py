@@ -94,6 +94,10 @@ def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
         return {"version": __version__}
 
 
+# in lists of routes
+_FIRST = ("/v1/chat/completions", " /v1/completions", "/v1/models", "tokenize")
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
@@ -125,9 +129,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _endpoints(app: FastAPI) -> list[str]:
-    """The documented routes, such as POST /v1/completions."""
+    """The documented routes, such as POST /v1/completions, those that people want first."""
     paths = app.openapi()["paths"].items()
-    return [f"{method.upper()} {path}" for path, operations in paths for method in operations]
+    routes = [f"{method.upper()} {path}" for path, operations in paths for method in operations]
+    return sorted(routes, key=lambda route: next((n for n, path in enumerate(_FIRST) if path in route), len(_FIRST)))
 
 
 def _fault(fault: dict[str, Any]) -> str:

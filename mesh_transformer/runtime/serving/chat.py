@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serving import generation
 from mesh_transformer.runtime.serving.chat_protocol import ChatRequest, ChatResponse
-from mesh_transformer.runtime.serving.generation import Prompt
+from mesh_transformer.runtime.serving.generation import Prompt, token_names
 from mesh_transformer.runtime.serving.model import Delta, ListedToken, ServedModel
 from mesh_transformer.runtime.serving.protocol import ERRORS
 from mesh_transformer.runtime.serving.responses import invalid
@@ -25,7 +25,7 @@ def router(model: ServedModel) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=ChatResponse, responses=ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(body, model)
-        form = _ChatFormat(model, (body.top_logprobs or 0) if body.logprobs else None)
+        form = _ChatFormat(model, token_names(model, body), (body.top_logprobs or 0) if body.logprobs else None)
         return await generation.respond(request, body, model, form, lambda: _prompts(body, model), count=1)
 
     return routes
@@ -55,6 +55,7 @@ async def _prompts(body: ChatRequest, model: ServedModel) -> list[Prompt]:
     text = await model.render(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
         tools=body.tools,
         variables=body.variables,
     )
@@ -71,8 +72,10 @@ class _ChatFormat:
     """See `generation.ResponseFormat`."""
 
     model: ServedModel
+    name: Callable[[int], str]
     logprobs: int | None
-    prompt_logprobs: bool = False
+    echoes_logprobs: bool = False
+    prompt_in_choice: bool = False
     id_prefix: str = "chatcmpl"
     whole_object: str = "chat.completion"
     part_object: str = "chat.completion.chunk"
@@ -98,4 +101,4 @@ class _ChatFormat:
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         raw = self.model.tokenizer.token_bytes(token)
-        return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(raw)}
+        return {"token": self.name(token), "logprob": logprob, "bytes": list(raw)}

@@ -7,10 +7,10 @@ from pydantic import BaseModel, Field, PlainValidator, create_model
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import MAX_TOP_LOGPROBS
 from mesh_transformer.runtime.serving.chat_messages import Messages, Tools
+from mesh_transformer.runtime.serving.fields import CHAT_REFUSED, REFUSED, Refusals
 from mesh_transformer.runtime.serving.protocol import (
-    REFUSED,
     Body,
-    Refusals,
+    PromptLogprobs,
     SampledRequest,
     TokenCount,
     Usage,
@@ -18,20 +18,8 @@ from mesh_transformer.runtime.serving.protocol import (
     refused_fields,
 )
 
-CHAT_REFUSED: Refusals = {
-    "functions": ("tools replaced it", [[]]),
-    "function_call": ("tool_choice replaced it", ["none", "auto"]),
-    "modalities": ("this server writes plain text", [["text"]]),
-    "audio": ("this server writes plain text", []),
-    "web_search_options": ("this server does not search", []),
-    "verbosity": ("this server cannot choose the length of an answer; max_completion_tokens limits it", ["medium"]),
-    "documents": ("chat_template_kwargs can pass variables to the chat template", [[]]),
-    "chat_template": ("this server uses the chat template of the model's tokenizer", []),
-    "continue_final_message": ("this server begins a new message", [False]),
-    "echo": ("the answer has only the new message", [False]),
-}
 # variables of a chat template that have a field of their own
-OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
+OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 def _token_ids(value: Any) -> list[int]:
@@ -54,6 +42,8 @@ class ChatTemplateFields(Body):
 
     tools: Tools = None
     add_generation_prompt: bool = True
+    # end with the text of the last message
+    continue_final_message: bool = False
     chat_template_kwargs: Annotated[Any, PlainValidator(_variables, dict[str, Any])] = {}
 
 
@@ -146,16 +136,17 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One message."""
+    """One message. `token_ids` are there if the request asks for them."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(BaseModel):
-    """The response of POST /v1/chat/completions."""
+    """The response of POST /v1/chat/completions. The last fields are there if the request asks for them."""
 
     id: str
     object: str
@@ -163,3 +154,5 @@ class ChatResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

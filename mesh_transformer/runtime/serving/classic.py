@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from mesh_transformer.runtime.serving.access import client_of
 from mesh_transformer.runtime.serving.loop import GenerationJob
-from mesh_transformer.runtime.serving.model import ChoiceBuilder, ServedModel, follow, sampling_params
+from mesh_transformer.runtime.serving.model import ChoiceBuilder, ChoiceOptions, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serving.protocol import ERRORS, ClassicRequest, ClassicResponse
 from mesh_transformer.runtime.serving.responses import TimeLimit, invalid, json_response, unless_gone
 
@@ -40,6 +40,6 @@ async def _complete(body: ClassicRequest, model: ServedModel, job: GenerationJob
         stop_token_ids=model.end_tokens(),
         seed=secrets.randbits(32),
     )
-    choice = ChoiceBuilder(model, prompt, body.stop)
+    choice = ChoiceBuilder(model, prompt, ChoiceOptions(stops=body.stop))
     job.start([(prompt, params)], slide=True)
     return "".join([delta.text async for _, delta in follow(job, [choice])])

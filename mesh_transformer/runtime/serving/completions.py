@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mesh_transformer.runtime.serving import generation
-from mesh_transformer.runtime.serving.generation import Prompt
+from mesh_transformer.runtime.serving.generation import Prompt, token_names
 from mesh_transformer.runtime.serving.model import Delta, Echo, ListedToken, ServedModel
 from mesh_transformer.runtime.serving.protocol import ERRORS, MAX_SEQUENCES, CompletionRequest, CompletionResponse
 from mesh_transformer.runtime.serving.responses import invalid
@@ -29,7 +29,7 @@ def router(model: ServedModel) -> APIRouter:
     @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         _check(body, model)
-        form = _CompletionFormat(model, body.logprobs, body.echo and body.logprobs is not None)
+        form = _CompletionFormat(model, token_names(model, body), body.logprobs, body.echo)
         return await generation.respond(
             request, body, model, form, lambda: _prompts(body, model), count=len(body.prompt)
         )
@@ -72,8 +72,10 @@ class _CompletionFormat:
     """See `generation.ResponseFormat`."""
 
     model: ServedModel
+    name: Callable[[int], str]
     logprobs: int | None
-    prompt_logprobs: bool
+    echoes_logprobs: bool
+    prompt_in_choice: bool = True
     id_prefix: str = "cmpl"
     whole_object: str = "text_completion"
     part_object: str = "text_completion"
@@ -88,7 +90,7 @@ class _CompletionFormat:
 
     def _listed(self, tokens: Sequence[ListedToken]) -> dict[str, Any]:
         return {
-            "tokens": [self.model.token_text(token.id) for token in tokens],
+            "tokens": [self.name(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [None if token.logprob is None else self._top(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
@@ -96,9 +98,9 @@ class _CompletionFormat:
 
     def _top(self, token: ListedToken) -> dict[str, float | None]:
         """The log-probabilities of a token and its alternatives, by their texts. Two tokens may have one text."""
-        top = {self.model.token_text(token.id): token.logprob}
+        top = {self.name(token.id): token.logprob}
         for other, logprob in token.top:
             if other != token.id:
-                name = self.model.token_text(other)
+                name = self.name(other)
                 top[f"token_id:{other}" if name in top else name] = logprob
         return top

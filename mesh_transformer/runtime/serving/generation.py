@@ -14,11 +14,21 @@ from fastapi import Request
 from starlette.responses import Response
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.infer.requests import OPTIONS, SamplingParams
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams, Token
 from mesh_transformer.runtime.serving.access import client_of
 from mesh_transformer.runtime.serving.answers import note_usage
+from mesh_transformer.runtime.serving.fields import SAME_AS
 from mesh_transformer.runtime.serving.loop import GenerationJob
-from mesh_transformer.runtime.serving.model import ChoiceBuilder, Delta, Echo, ServedModel, follow, sampling_params
+from mesh_transformer.runtime.serving.model import (
+    LEAST_LOGPROB,
+    ChoiceBuilder,
+    ChoiceOptions,
+    Delta,
+    Echo,
+    ServedModel,
+    follow,
+    sampling_params,
+)
 from mesh_transformer.runtime.serving.protocol import SampledRequest, StreamOptions
 from mesh_transformer.runtime.serving.responses import (
     EventStream,
@@ -51,14 +61,16 @@ class ResponseFormat(Protocol):
         id_prefix: the start of the `id` of a response.
         whole_object, part_object: the `object` of a whole response, and of the events of a stream.
         logprobs: how many alternatives to list with each token. None: list no tokens.
-        prompt_logprobs: list the prompt's tokens too.
+        echoes_logprobs: list the prompt's tokens too.
+        prompt_in_choice: whether what a request wants to know of its prompt is in each choice, or in the response.
     """
 
     id_prefix: str
     whole_object: str
     part_object: str
     logprobs: int | None
-    prompt_logprobs: bool
+    echoes_logprobs: bool
+    prompt_in_choice: bool
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """A choice of a whole response."""
@@ -100,12 +112,25 @@ def check(body: SampledRequest, model: ServedModel) -> None:
         model.check_name(body.model)
     for name, (reason, neutral) in body.refused.items():
         value = getattr(body, name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and not _repeats(body, name):
             raise invalid(f"{name} {short(value)} is not supported: {reason}; leave the field out", name)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options need a stream: set stream to true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs are not in a stream: leave the field out, or stream", "prompt_logprobs")
     model.check([[token] for token, _ in body.logit_bias], "logit_bias")
+    model.check([[token] for token in body.allowed_token_ids], "allowed_token_ids")
     model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
+
+
+def token_names(model: ServedModel, body: SampledRequest) -> Callable[[int], str]:
+    """The names of tokens in lists of log-probabilities: their texts, or their IDs."""
+    return "token_id:{}".format if body.return_tokens_as_token_ids else model.token_text
+
+
+def _repeats(body: SampledRequest, name: str) -> bool:
+    """Whether a refused field only says again what another field of the request says."""
+    return name in SAME_AS and getattr(body, name) == getattr(body, SAME_AS[name])
 
 
 async def _start(
@@ -113,38 +138,48 @@ async def _start(
 ) -> _Answer:
     """Start the sequences of a request: n samples of each prompt, in order."""
     made = await prompts()
-    samples = [(prompt, params) for prompt in made for params in _samples(body, model, form, prompt.max_tokens)]
-    choices = [
-        ChoiceBuilder(
-            model,
-            prompt.tokens,
-            body.stop,
-            min_tokens=body.min_tokens,
-            echo=prompt.echo,
-            logprobs=form.logprobs is not None,
-        )
-        for prompt, _ in samples
-    ]
+    words = await model.bad_words(body.bad_words) if body.bad_words else ()
+    samples = [(prompt, params) for prompt in made for params in _samples(body, model, form, prompt.max_tokens, words)]
+    options = ChoiceOptions(
+        stops=body.stop,
+        keep_stop=body.include_stop_str_in_output,
+        min_tokens=body.min_tokens,
+        special_names=not body.skip_special_tokens,
+        logprobs=form.logprobs,
+        ids=body.return_token_ids,
+    )
+    choices = [ChoiceBuilder(model, prompt.tokens, options, echo=prompt.echo) for prompt, _ in samples]
     job.start((prompt.tokens, params) for prompt, params in samples)
     head = {"id": f"{form.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
     usage = body.stream_options or StreamOptions()
-    return _Answer(form, job, choices, sum(len(prompt.tokens) for prompt in made), head, usage)
+    return _Answer(body, form, model, job, choices, sum(len(prompt.tokens) for prompt in made), head, usage)
 
 
-def _samples(body: SampledRequest, model: ServedModel, form: ResponseFormat, max_tokens: int) -> list[SamplingParams]:
+def _samples(
+    body: SampledRequest,
+    model: ServedModel,
+    form: ResponseFormat,
+    max_tokens: int,
+    bad_words: tuple[tuple[int, ...], ...],
+) -> list[SamplingParams]:
     """The parameters of the n samples of a prompt. They differ in their seeds."""
     options = {name: getattr(body, name) for name in OPTIONS}
     # vLLM's value for all tokens
     if options["top_k"] == -1:
         options["top_k"] = 0
+    prompt_logprobs = [body.prompt_logprobs] if body.prompt_logprobs is not None else []
+    if form.echoes_logprobs and form.logprobs is not None:
+        prompt_logprobs.append(form.logprobs)
     params = sampling_params(
         **options,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         logit_bias=body.logit_bias,
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words=bad_words,
         stop_token_ids=model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos),
         logprobs=form.logprobs,
-        prompt_logprobs=form.prompt_logprobs,
+        prompt_logprobs=max(prompt_logprobs, default=None),
     )
     if body.seed is None:
         seeds = [secrets.randbits(32) for _ in range(body.n)]
@@ -162,7 +197,9 @@ class _Answer:
         usage: which events of a stream have the usage.
     """
 
+    body: SampledRequest
     form: ResponseFormat
+    model: ServedModel
     job: GenerationJob
     choices: Sequence[ChoiceBuilder]
     prompt_tokens: int
@@ -174,19 +211,54 @@ class _Answer:
         deltas: list[list[Delta]] = [[] for _ in self.choices]
         async for index, delta in follow(self.job, self.choices):
             deltas[index].append(delta)
-        choices = list(map(self.form.choice, range(len(deltas)), map(Delta.joined, deltas)))
-        return {"object": self.form.whole_object, **self.head, "choices": choices, "usage": self.token_counts()}
+        choices = []
+        for index, delta in enumerate(map(Delta.joined, deltas)):
+            choice = self.form.choice(index, delta)
+            if self.body.return_token_ids:
+                choice["token_ids"] = delta.ids
+            if self.form.prompt_in_choice:
+                choice.update(self._of_prompt(index))
+            choices.append(choice)
+        head = self.head if self.form.prompt_in_choice else {**self.head, **self._of_prompt(0)}
+        return {"object": self.form.whole_object, **head, "choices": choices, "usage": self.token_counts()}
 
     async def events(self) -> AsyncIterator[str]:
         """The response as server-sent events, without [DONE]."""
         head = {"object": self.form.part_object, **self.head}
         begun: set[int] = set()
         async for index, delta in follow(self.job, self.choices):
-            for part in self.form.parts(index, delta, first=index not in begun):
-                yield to_event({**head, "choices": [part], **self._usage_so_far()})
-            begun.add(index)
+            parts = list(self.form.parts(index, delta, first=index not in begun))
+            of_prompt = {} if index in begun else self._of_prompt(index)
+            if self.body.return_token_ids and parts:
+                parts[-1]["token_ids"] = delta.ids
+            for number, part in enumerate(parts):
+                of_part = {} if number else of_prompt
+                if self.form.prompt_in_choice:
+                    part.update(of_part)
+                    of_part = {}
+                yield to_event({**head, **of_part, "choices": [part], **self._usage_so_far()})
+            if parts:
+                begun.add(index)
         if self.usage.include_usage:
             yield to_event({**head, "choices": [], "usage": self.token_counts()})
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """What the request wants to know of the prompt of a choice."""
+        choice, fields = self.choices[index], dict[str, Any]()
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = list(choice.prompt)
+        if self.body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [None, *map(self._scored, choice.prompt_scores)]
+        return fields
+
+    def _scored(self, token: Token) -> dict[str, Any]:
+        """A token of the prompt and the most likely ones at its place, by their IDs."""
+        ranked = ((id, logprob, rank) for rank, (id, logprob) in enumerate(token.top[: self.body.prompt_logprobs], 1))
+        entries: dict[str, Any] = {}
+        for id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]:
+            named = {"rank": rank, "decoded_token": self.model.token_text(id)}
+            entries.setdefault(str(id), {"logprob": max(LEAST_LOGPROB, logprob), **named})
+        return entries
 
     def _usage_so_far(self) -> dict[str, Any]:
         if not self.usage.include_usage:

@@ -15,7 +15,13 @@ from mesh_transformer.data.chat.template import ChatTemplate, Message, ToolsNotU
 from mesh_transformer.data.tokens.text_stream import TextStream, token_text
 from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.infer.requests import MAX_STOP_TOKENS, FinishReason, SamplingParams, Token
+from mesh_transformer.infer.requests import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_STOP_TOKENS,
+    FinishReason,
+    SamplingParams,
+    Token,
+)
 from mesh_transformer.infer.scheduler import RequestOutput
 from mesh_transformer.runtime.serving.loop import EngineLoop, GenerationJob
 from mesh_transformer.runtime.serving.responses import ApiError, invalid
@@ -67,12 +73,30 @@ class ServedModel:
         decode = partial(self._encoder.decode, special_names=special_names)
         return await self._in_thread(lambda: list(map(decode, prompts)))
 
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each text, without and with a space before it, since most tokenizers write them differently.
+
+        Raises:
+            ApiError: 400, a text has too many tokens.
+        """
+        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        encoded = await self.tokens(texts, add_special_tokens=False)
+        for text, tokens in zip(texts, encoded, strict=True):
+            if len(tokens) > MAX_BAD_WORD_TOKENS:
+                has = f"{short(text)} has {len(tokens)} tokens"
+                raise invalid(f"bad_words: {has}; at most {MAX_BAD_WORD_TOKENS} are allowed", "bad_words")
+        return tuple(dict.fromkeys(map(tuple, filter(None, encoded))))
+
     async def render(self, messages: Sequence[Message], **how: Any) -> str:
         """The text of a chat, see `ChatTemplate.render`.
 
         Raises:
-            ApiError: 400, the model has no chat template, or it refuses the messages or does not use the tools.
+            ApiError: 400, the model has no chat template, or it refuses the messages or does not use the tools; or the
+                last message is to be continued, and a new one to begin.
         """
+        if how["add_generation_prompt"] and how["continue_final_message"]:
+            reason = "continue_final_message needs add_generation_prompt false: the model continues the last message"
+            raise invalid(reason, "continue_final_message")
         render = partial(self.check_chat().render, messages, **how)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._chat_thread, render)
@@ -191,17 +215,20 @@ class Delta(NamedTuple):
 
     Args:
         tokens: the new tokens. Empty unless the request has `logprobs`.
+        ids: the IDs of the new tokens, without those of an echo. Empty unless the request wants them.
     """
 
     text: str
     tokens: Sequence[ListedToken]
     finish_reason: FinishReason | None
+    ids: Sequence[int] = ()
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
         """The whole choice, from its parts."""
         text = "".join(delta.text for delta in deltas)
-        return cls(text, [shown for delta in deltas for shown in delta.tokens], deltas[-1].finish_reason)
+        tokens = [token for delta in deltas for token in delta.tokens]
+        return cls(text, tokens, deltas[-1].finish_reason, [id for delta in deltas for id in delta.ids])
 
 
 class Echo(NamedTuple):
@@ -215,64 +242,84 @@ class Echo(NamedTuple):
     offsets: Sequence[int]
 
 
+class ChoiceOptions(NamedTuple):
+    """What a choice has, and where it ends.
+
+    Args:
+        stops: stop texts. The choice ends with the first one.
+        keep_stop: whether the stop text, or the text of a stop token, is a part of the choice.
+        min_tokens: ignore a stop text that is complete within this number of tokens.
+        special_names: whether special tokens have their names as texts. Else they have none.
+        logprobs: how many alternatives to list with each token. None: list no tokens. With an echo the prompt's tokens
+            are listed too, and the request must have `prompt_logprobs`.
+        ids: whether deltas have the IDs of their tokens.
+    """
+
+    stops: Sequence[str] = ()
+    keep_stop: bool = False
+    min_tokens: int = 0
+    special_names: bool = False
+    logprobs: int | None = None
+    ids: bool = False
+
+
 class ChoiceBuilder:
     """Builds one choice from the outputs of its sequence.
 
     Args:
         prompt: token IDs.
-        stops: stop texts. The choice ends before the first one.
-        min_tokens: ignore a stop text that is complete within this number of tokens.
         echo: the text at the start of the choice.
-        logprobs: whether the choice lists its tokens. With `echo` it lists the prompt's tokens too, and the request
-            must have `prompt_logprobs`.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        prompt: Sequence[int],
-        stops: Sequence[str],
-        *,
-        min_tokens: int = 0,
-        echo: Echo | None = None,
-        logprobs: bool = False,
-    ):
+    def __init__(self, model: ServedModel, prompt: Sequence[int], options: ChoiceOptions, *, echo: Echo | None = None):
         self.new_tokens = 0
-        self._model = model
-        self._stream = TextStream(model.tokenizer, stops, min_tokens=min_tokens, context=prompt)
-        self._logprobs, self._begun = logprobs, False
+        self.prompt = prompt
+        # the scores of the prompt's tokens after the first one, as far as they are computed
+        self.prompt_scores: list[Token] = []
+        self._options = options
+        self._stream = TextStream(
+            model.tokenizer,
+            options.stops,
+            min_tokens=options.min_tokens,
+            context=prompt,
+            keep_stop=options.keep_stop,
+            special_names=options.special_names,
+        )
+        self._begun = False
         self._echo = echo.text if echo else ""
         self._echoed = zip(prompt, echo.offsets, strict=False) if echo else iter(())
 
     def take(self, output: RequestOutput) -> Delta:
         """The addition of an output of the engine. Call it no more after a delta with `finish_reason`."""
-        text, shown = "", []
+        text, shown, ids = "", [], []
+        self.prompt_scores += output.prompt
         if not self._begun:
             self._begun, text = True, self._echo
             shown += [ListedToken(token, offset, None) for token, offset in itertools.islice(self._echoed, 1)]
         for token, (_, offset) in zip(output.prompt, self._echoed, strict=False):
-            shown.append(_listed(token, offset))
+            shown.append(self._listed(token, offset))
         for token in output.tokens:
             self.new_tokens += 1
-            # the stop token is not part of the text
-            if output.finish_reason == "stop" and token is output.tokens[-1]:
+            if self._options.ids:
+                ids.append(token.id)
+            ends = output.finish_reason == "stop" and token is output.tokens[-1]
+            if ends and not self._options.keep_stop:
                 text += self._stream.finish()
                 offset = len(self._stream.text)
             else:
                 text += self._stream.push(token.id)
                 offset = self._stream.offsets[-1]
-            if self._logprobs:
-                shown.append(_listed(token, len(self._echo) + offset))
+            if self._options.logprobs is not None:
+                shown.append(self._listed(token, len(self._echo) + offset))
             if self._stream.stopped:
-                return Delta(text, shown, "stop")
-        if output.finish_reason == "length":
+                return Delta(text, shown, "stop", ids)
+        if output.finish_reason is not None:
             text += self._stream.finish()
-        return Delta(text, shown, "stop" if self._stream.stopped else output.finish_reason)
+        return Delta(text, shown, "stop" if self._stream.stopped else output.finish_reason, ids)
 
-
-def _listed(token: Token, offset: int) -> ListedToken:
-    top = [(other, max(LEAST_LOGPROB, logprob)) for other, logprob in token.top]
-    return ListedToken(token.id, offset, max(LEAST_LOGPROB, token.logprob), top)
+    def _listed(self, token: Token, offset: int) -> ListedToken:
+        top = [(other, max(LEAST_LOGPROB, logprob)) for other, logprob in token.top[: self._options.logprobs]]
+        return ListedToken(token.id, offset, max(LEAST_LOGPROB, token.logprob), top)
 
 
 async def follow(job: GenerationJob, choices: Sequence[ChoiceBuilder]) -> AsyncIterator[tuple[int, Delta]]:

@@ -1,62 +1,31 @@
 """The JSON of requests and responses: OpenAI's completions with vLLM's extensions, and the original program's
 /complete.
 
-Unknown fields are ignored, as by OpenAI and vLLM, but the fields of REFUSED are errors. A null is the same as an absent
-field. Functions here check lists and objects, because pydantic would record an error for each of a million wrong
-elements.
+Unknown fields are ignored, as by OpenAI and vLLM, but the fields of `fields.REFUSED` are errors. A null is the same as
+an absent field. Functions here check lists and objects, because pydantic would record an error for each of a million
+wrong elements.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, create_model, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.infer.requests import MAX_STOP_TOKENS, OPTIONS
+from mesh_transformer.infer.requests import MAX_BAD_WORDS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
+from mesh_transformer.runtime.serving.fields import REFUSED, Refusals
 
 # prompts x n of a request
 MAX_SEQUENCES = 128
 MAX_STOPS, MAX_STOP_CHARS = 1000, 1000
 MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
+# each is excluded with a space before it too
+MAX_WORDS = MAX_BAD_WORDS // 2
 INT64 = 2**63
 # the prompt of a request without one; it becomes the end-of-text token
 END_OF_TEXT: list[str | list[int]] = [""]
 Count = Annotated[int, Field(lt=2**31)]
 _KINDS: dict[type, Any] = {int: Count, float: float}
-# fields that would change the answer: the reason of the refusal, and the neutral values, which are accepted
-Refusals = Mapping[str, tuple[str, list[Any]]]
-_FREE = "this server cannot constrain the form of an answer yet, it writes plain text"
-_ALL_TOKENS = "this server cannot exclude tokens by this field; logit_bias can"
-REFUSED: Refusals = {
-    # OpenAI
-    "response_format": (_FREE, [{"type": "text"}]),
-    # vLLM, also of earlier versions
-    "structured_outputs": (_FREE, []),
-    "guided_json": (_FREE, []),
-    "guided_json_object": (_FREE, [False]),
-    "guided_regex": (_FREE, [""]),
-    "guided_choice": (_FREE, [[]]),
-    "guided_grammar": (_FREE, [""]),
-    "guided_decoding_backend": (_FREE, []),
-    "guided_whitespace_pattern": (_FREE, []),
-    "structural_tag": (_FREE, [""]),
-    "allowed_token_ids": (_ALL_TOKENS, [[]]),
-    "bad_words": (_ALL_TOKENS, [[]]),
-    "logits_processors": (_ALL_TOKENS, [[]]),
-    "use_beam_search": ("this server samples", [False]),
-    "thinking_token_budget": ("this server cannot limit the reasoning of a model", [-1]),
-    "truncate_prompt_tokens": ("this server does not shorten a prompt", []),
-    # llama.cpp and programs that embed it
-    "grammar": (_FREE, [""]),
-    "grammar_string": (_FREE, [""]),
-    "json_schema": (_FREE, [""]),
-    # SGLang
-    "regex": (_FREE, [""]),
-    "ebnf": (_FREE, [""]),
-    # Ollama
-    "format": (_FREE, [""]),
-}
 
 
 def _whole(value: Any) -> bool:
@@ -95,6 +64,20 @@ def _stop_tokens(value: Any) -> tuple[int, ...]:
     # the end-of-text token is one of MAX_STOP_TOKENS
     if len(value) >= MAX_STOP_TOKENS:
         raise ValueError(f"has {len(value)} token IDs; at most {MAX_STOP_TOKENS - 1} are allowed")
+    return tuple(value)
+
+
+def _allowed_tokens(value: Any) -> tuple[int, ...]:
+    if not is_tokens(value):
+        raise ValueError("must be a list of token IDs")
+    return tuple(dict.fromkeys(value))
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise ValueError("must be a list of texts")
+    if len(value) > MAX_WORDS or not all(word.strip() and len(word) <= MAX_STOP_CHARS for word in value):
+        raise ValueError(f"must be at most {MAX_WORDS} texts of 1 to {MAX_STOP_CHARS} characters, none of them blank")
     return tuple(value)
 
 
@@ -141,6 +124,8 @@ Prompts = Annotated[
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[Any, PlainValidator(_stops, Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)])]
 StopTokens = Annotated[Any, PlainValidator(_stop_tokens, Annotated[list[int], Field(max_length=MAX_STOP_TOKENS - 1)])]
+AllowedTokens = Annotated[Any, PlainValidator(_allowed_tokens, list[int])]
+Words = Annotated[Any, PlainValidator(_words, Annotated[list[Stop], Field(max_length=MAX_WORDS)])]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[Any, PlainValidator(_logit_bias, Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)])]
 Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
@@ -187,6 +172,15 @@ class SampledRequest(_Sampled):
     stop: Stops = ()
     stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
+    # an empty list allows all tokens
+    allowed_token_ids: AllowedTokens = ()
+    bad_words: Words = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    # alternatives per token of the prompt
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     n: Samples = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -245,13 +239,29 @@ class Logprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    """A token at a place of the prompt: its log-probability in nats, how many tokens are at least as likely, and its
+    text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# for each token of the prompt, the token and the most likely ones by their IDs; null for the first token
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class Choice(BaseModel):
-    """One completion."""
+    """One completion. The last fields are there if the request asks for them."""
 
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Usage(BaseModel):

@@ -52,6 +52,7 @@ async def _tokenize(body: TokenizeRequest, model: ServedModel) -> dict[str, Any]
         text = await model.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
             tools=body.tools,
             variables=body.chat_template_kwargs,
         )

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from mesh_transformer.data.tokens.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime.serving.chat_protocol import CHAT_REFUSED, ChatLogprobs, ChatResponse
+from mesh_transformer.runtime.serving.chat_protocol import ChatLogprobs, ChatResponse
+from mesh_transformer.runtime.serving.fields import CHAT_REFUSED
 from mesh_transformer.runtime.serving.protocol import Usage
 
 VOCAB, CONTEXT = 259, 192

@@ -13,11 +13,15 @@ from support.served import Served, refusal, serve
 from transformers import AutoTokenizer
 
 from mesh_transformer.data.tokens.tokenizer import load_tokenizer
-from mesh_transformer.runtime.serving.protocol import REFUSED
+from mesh_transformer.runtime.serving.fields import REFUSED
 
 PATH, VOCAB, CONTEXT = "/v1/chat/completions", 259, 2048
 # recorded by a proxy between each client and this server, with a model named tiny
-BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
+BODIES = [
+    row
+    for row in json.loads((Path(__file__).parent / "client_bodies.json").read_text())
+    if row.get("path", PATH) == PATH
+]
 ARGUMENTS = {"place": "Osl\u00f6 <b>", "days": 2}
 TEXT = json.dumps(ARGUMENTS)
 WEATHER = {

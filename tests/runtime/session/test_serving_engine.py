@@ -169,7 +169,7 @@ def test_a_chat_that_outgrows_the_programs_waits_and_shorter_ones_do_not(run: Ru
 
 
 def test_scored_programs_wait_for_a_request(run: Run) -> None:
-    sampling = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=True)
+    sampling = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
     run.submit(0, prompt_of(8, 12), sampling)
     run.steps()
     assert not run.ids
