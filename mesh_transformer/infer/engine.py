@@ -23,10 +23,13 @@ from mesh_transformer.infer.requests import (
 )
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import ring_length, segment_ends
-from mesh_transformer.parallel.sharding import Params
+from mesh_transformer.ops.attend.storage import storage
+from mesh_transformer.parallel.sharding import Params, use
 
 # positions; a smaller chunk takes nearly as long, because all weights are read anyway
 MIN_CHUNK = 128
+# on a CPU it takes half as long
+SHORT_CHUNK = 32
 # prompt tokens of one call
 MAX_PREFILL_TOKENS = 512
 _OneProgram = TypeVar("_OneProgram", bound=Program)
@@ -49,9 +52,10 @@ def abstract_slots(placement: Placement, slots: int, context: int | None) -> Any
 class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 
-    Chunk sizes are powers of two, and the largest size. The first chunk of a prompt attends to itself, unless it is
-    scored; a later chunk and `generate` read one of the lengths of `segment_ends` or the whole context, on every
-    platform; a scored chunk reads the whole context. One call computes several chunks if each one starts its prompt.
+    Chunk sizes are powers of two, and the largest size. On a CPU each program reads as many positions as its call needs
+    (`Storage.block`), and one call may compute several chunks. Elsewhere the first chunk of a prompt attends to itself,
+    unless it is scored; a later chunk and `generate` read one of the lengths of `segment_ends` or the whole context; a
+    scored chunk reads the whole context; one call computes several chunks if each one starts its prompt.
 
     A program is compiled when it is needed. A subclass may compile elsewhere: see `available`.
     """
@@ -83,8 +87,12 @@ class SlotEngine:
         held = {window: ring_length(self.context, window, self._max_chunk) for window in windows}
         # the window and the positions of each kind of ring
         self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
+        with use(partition):
+            # whether a program reads as many positions as it needs
+            self._any_length = storage().block is not None
         # the attention lengths of compiled programs; the last one is the whole context
-        self._lengths = sorted({*segment_ends(max(held.values())), self.context})
+        ends = [] if self._any_length else segment_ends(max(held.values()))
+        self._lengths = sorted({*ends, self.context})
         # by program; another thread may add to it
         self.compiled: dict[Program, Callable[..., Any]] = {}
         self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk)
@@ -124,7 +132,7 @@ class SlotEngine:
         """See `requests.Engine`."""
         self._ends[slot] = 0 if source is None else self._ends[source]
         if source is not None and source != slot:
-            self._slots = self._programs.copy_cache(self._slots, np.int32(source), np.int32(slot))
+            self._slots = self._programs.copy_cache(self._slots, np.int32(source), np.int32(slot), np.int32(reused))
         self._requests[slot] = _Running(list(prompt), params)
         tokens, ends = np.zeros(self.context, np.int32), np.full(self._blank.end_NE.shape, -1, np.int32)
         tokens[: len(prompt)] = prompt
@@ -158,12 +166,13 @@ class SlotEngine:
             scored = self._requests[chunk.slot].params.prompt_logprobs is not None
             program = self._alone(chunk.start, chunk.stop, scored)
             assert program is not None, "a chunk whose program is not compiled"
-            if program.scored or program.length > program.size or self._rows(program.size) == 1:
+            alone = program.scored or program.length > self._first_length(program.size)
+            if alone or self._rows(program.size) == 1:
                 yield _Group([chunk], program)
             else:
                 alike.setdefault(program.size, []).append(chunk)
         for size, sized_chunks in alike.items():
-            together = Prefill(self._rows(size), size, size)
+            together = Prefill(self._rows(size), size, self._first_length(size))
             for first in range(0, len(sized_chunks), together.rows):
                 part = sized_chunks[first : first + together.rows]
                 if 2 * len(part) > together.rows and self.available(together):
@@ -176,7 +185,7 @@ class SlotEngine:
         best, the best one is compiled next."""
         programs: list[Prefill] = []
         if not start and not scored:
-            programs += (Prefill(1, size, size) for size in self._sizes(later=False))
+            programs += (Prefill(1, size, self._first_length(size)) for size in self._sizes(later=False))
         for size in self._sizes(later=True):
             lengths = [self.context] if scored else self._chunk_lengths(size)
             programs += (Prefill(1, size, length, scored) for length in lengths)
@@ -202,9 +211,15 @@ class SlotEngine:
 
     def _sizes(self, later: bool) -> list[int]:
         """Chunk sizes: powers of two and the largest size. For `later` chunks (not at the start, or scored) only
-        two."""
+        two, where each has several lengths; else the same, with one for the turns of a chat."""
         sizes = [MIN_CHUNK << i for i in range(16) if MIN_CHUNK << i < self._max_chunk]
+        if self._any_length:
+            return [*(SHORT_CHUNK for _ in sizes[:1]), *sizes, self._max_chunk]
         return [*(sizes[:1] if later else sizes), self._max_chunk]
+
+    def _first_length(self, size: int) -> int:
+        """The attention length of a chunk that starts its prompt."""
+        return self.context if self._any_length else size
 
     def _chunk_lengths(self, size: int) -> list[int]:
         """The attention lengths of later chunks. Those of the largest size also have the middle between two lengths: a
@@ -289,8 +304,8 @@ class SlotEngine:
 
     def first_programs(self) -> list[Program]:
         """The programs of the beginning of short chats: of a prompt, and of the tokens of all slots."""
-        shortest = self._sizes(later=False)[0]
-        return [Prefill(1, shortest, shortest), Generate(single=False, length=self._lengths[0])]
+        size = next(size for size in self._sizes(later=False) if size >= min(MIN_CHUNK, self._max_chunk))
+        return [Prefill(1, size, self._first_length(size)), Generate(single=False, length=self._lengths[0])]
 
     def programs(self) -> list[Program]:
         """All programs but those that are scored, in the order in which a server needs them.
@@ -301,14 +316,14 @@ class SlotEngine:
         """
         sizes, later, lengths = self._sizes(later=False), self._sizes(later=True), self._lengths
         programs = [*self.first_programs(), *self._generators(lengths[0])]
-        programs += [*self._generators(lengths[-1])[::-1], Prefill(1, sizes[-1], sizes[-1])]
+        programs += [*self._generators(lengths[-1])[::-1], Prefill(1, sizes[-1], self._first_length(sizes[-1]))]
         programs += (Prefill(1, size, lengths[-1]) for size in later)
         for length in lengths:
             programs += self._generators(length)
             programs += (Prefill(1, size, length) for size in later if size < length)
-        programs += (Prefill(1, size, size) for size in sizes)
+        programs += (Prefill(1, size, self._first_length(size)) for size in sizes)
         programs += (Prefill(1, size, length) for size in later for length in self._chunk_lengths(size))
-        programs += (Prefill(self._rows(size), size, size) for size in sizes)
+        programs += (Prefill(self._rows(size), size, self._first_length(size)) for size in sizes)
         return list(dict.fromkeys(programs))
 
     def run_once(self) -> None:
@@ -317,7 +332,7 @@ class SlotEngine:
         self.prefill([PromptChunk(0, 0, 1)])
         if read := self.generate(1):
             read()
-        self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
+        self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0), np.int32(1))
         self._slots = self._programs.release(self._slots, np.int32(0))
         del self._requests[0]
         jax.block_until_ready(self._slots)

@@ -175,7 +175,7 @@ class SlotPrograms:
         self.abstract = jax.tree.map(lambda x, split: x.update(sharding=split), abstract, shardings)
         self.empty = jax.jit(none, out_shardings=shardings)
         self.insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
-        self.copy_cache = jax.jit(copy_cache, donate_argnums=0, out_shardings=shardings)
+        self.copy_cache = jax.jit(self._copy_cache, donate_argnums=0, out_shardings=shardings)
         self.release = jax.jit(release, donate_argnums=0, out_shardings=shardings)
         self.prefill = jax.jit(
             self._prefill,
@@ -186,6 +186,12 @@ class SlotPrograms:
         self.generate = jax.jit(
             self._generate, donate_argnums=1, static_argnames="length", out_shardings=(shardings, replicated)
         )
+
+    def _copy_cache(self, slots: Slots, source: jax.Array, target: jax.Array, length: jax.Array) -> Slots:
+        """Copy the cache of the slot `source` to the slot `target`: the first `length` positions, or more."""
+        with use(self.partition):
+            cache = slots.cache.copied(source, target, length)
+            return slots._replace(cache=cache.map(lambda x, names: constrain(x, *names)))
 
     def _prefill(
         self, params: Params, slots: Slots, chunks: ChunkBatch, n_top: jax.Array, *, length: int, scored: bool
@@ -199,7 +205,7 @@ class SlotPrograms:
         """
         rows_B, count_B = chunks.slots_B, chunks.count_B
         with use(self.partition):
-            view = slots.cache.view(rows_B, length, write=count_B > 0)
+            view = slots.cache.view(rows_B, length, write=count_B > 0, ends_B=chunks.start_B + count_B)
             ends_B = jnp.maximum(count_B - 1, 0)
             query_index_B = None if scored else ends_B
             x_BPD, written = self.model.hidden(params, chunks.tokens_BP, view, chunks.start_B, query_index_B)
@@ -236,7 +242,8 @@ class SlotPrograms:
         def step(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
             i, slots, drawn = carry
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
-            before = slots.cache.view(slots_B, length, write=live_B)
+            ends_B = jnp.where(live_B, start_B + 1, 0)
+            before = slots.cache.view(slots_B, length, write=live_B, ends_B=ends_B)
             view = DeferredWriteView.of(before, start_B) if stored.late else before
             tokens_BT, positions_BT = slots.token_N[rows_B][:, None], None
             if copies > 1:
@@ -327,12 +334,6 @@ def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Sl
     rest = slots._replace(cache=None)  # type: ignore[arg-type]
     rows = jax.tree.map(lambda all, row: all.at[slot].set(row), rest, new)
     return rows._replace(cache=slots.cache)
-
-
-def copy_cache(slots: Slots, source: jax.Array, target: jax.Array) -> Slots:
-    """Copy the cache of the slot `source` to the slot `target`."""
-    cache = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), slots.cache)
-    return slots._replace(cache=cache)
 
 
 def release(slots: Slots, slot: jax.Array) -> Slots:

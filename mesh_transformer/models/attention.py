@@ -118,14 +118,14 @@ class FromLatents:
         window: jax.Array | int | None,
     ) -> jax.Array:
         """Attention to a cache of latents, (B, T or 1, H, V). `entry` (B, T, 1, R + rotary dims) is added to it."""
-        held = [part for (part,) in attend.update(entry)]
-        if self._makes_keys(q_pass.shape[1], sum(part.shape[2] for part in held)):
+        stored = attend.update(entry)
+        if self._makes_keys(q_pass.shape[1], attend.positions(stored)):
             q = jnp.concatenate([q_pass, q_rotated], axis=-1)
-            return attend.attend(q, [self._keys_and_values(part) for part in held], scale=self._scale, window=window)
+            return attend.attend(q, stored, scale=self._scale, window=window, make=self._keys_and_values)
         to_k, to_v = jnp.split(self.kv_b.w, [self.latents.nope_dims], axis=-1)
         # without the bias of the keys: it adds one number to all logits of a query, which the softmax does not show
         q = jnp.concatenate([jnp.einsum("bthk,hrk->bthr", q_pass, to_k), q_rotated], axis=-1)
-        mixed = attend.attend(q, [(part,) for part in held], scale=self._scale, window=window)
+        mixed = attend.attend(q, stored, scale=self._scale, window=window)
         values = jnp.einsum("bthr,hrv->bthv", mixed[..., : self.latents.kv_rank], to_v)
         bias_HK = self._bias_HK
         return values if bias_HK is None else values + bias_HK[None, None, :, self.latents.nope_dims :]

@@ -18,9 +18,11 @@ from support.covering import covering
 from support.engines import CASES, GREEDY, SAMPLED, Completion, complete, engine_of, packed, prompt_of
 
 from mesh_transformer.infer.engine import SlotEngine
-from mesh_transformer.infer.requests import PromptChunk
+from mesh_transformer.infer.requests import PromptChunk, SamplingParams
 from mesh_transformer.infer.scoring.packing import Query, plan_batches
 from mesh_transformer.infer.scoring.scorer import Scorer
+from mesh_transformer.ops.attend import storage
+from mesh_transformer.ops.attend.storage import Looped, Scattered
 
 # longer than every window
 PROMPT = prompt_of(1, 21)
@@ -87,6 +89,27 @@ def packed_for_cpu(family: str) -> None:
     assert found.ids == by_definition(family, "all filters")
 
 
+def fixed_lengths(family: str) -> None:
+    """Programs that read fixed numbers of positions, as on a GPU, and segments of the cache: a long prompt."""
+    prompt = prompt_of(8, 300)
+    config = {**TINY, "model": {**families.MODELS[family], "seq": 600}}
+    sampling = SamplingParams(max_tokens=230, temperature=0)
+    completions = []
+    for stored in (Looped(), Scattered()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(storage._STORAGES, "cpu", stored)
+            run = program(config, "mesh.tp=1")
+            params = jax.jit(_moved)(run.init(jax.random.key(3)).params)
+            engine = engine_of(run, params, slots=1, max_prefill_tokens=128)
+            completions += complete(engine, [(prompt, sampling)])
+        lengths = {program.length for program in engine.compiled}
+        assert (lengths == {600}) == isinstance(stored, Looped)
+    looped, fixed = completions
+    assert looped.ids == fixed.ids
+    # float32 sums in another order
+    np.testing.assert_allclose(*([t.logprob for t in made.tokens] for made in completions), rtol=0, atol=5e-5)
+
+
 def mesh(family: str) -> None:
     """The engine on tp 2 x fsdp 2."""
     _greedy_on(family, "mesh.tp=2", "mesh.fsdp=2")
@@ -122,7 +145,7 @@ def scores(family: str) -> None:
 
 DAILY = ["gpt2", "gemma2", "bloom", "deepseek_v3", "mistral", "qwen3_moe", "gpt_neo", "jaxformer"]
 BEHAVIOURS: dict[str, Callable[[str], None]] = {
-    one.__name__: one for one in (requests, chunks, prefix, packed_for_cpu, mesh, context_mesh, scores)
+    one.__name__: one for one in (requests, chunks, prefix, packed_for_cpu, fixed_lengths, mesh, context_mesh, scores)
 }
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
+from mesh_transformer.ops.attend.blocks import MakeKeys, StoredBlocks, attend_blocks
+from mesh_transformer.ops.attend.causal import attention_logits, fold_heads, parts, sees, unfold_heads
 from mesh_transformer.ops.attend.storage import (
     Group,
     NewEntries,
@@ -40,8 +41,9 @@ Entries = tuple[CacheEntry, ...]
 class KVCache:
     """The cache of every layer, slot and position.
 
-    Where XLA copies a slice of an array before it multiplies the slice (`Storage.copies_slices`), the positions are
-    divided into segments that end at 256, 512, 1024 ..., so that programs read whole arrays. Layers that are not
+    Where XLA copies a slice of an array before it multiplies the slice (`Storage.copies_slices`), and programs read
+    fixed numbers of positions, these are divided into segments that end at 256, 512, 1024 ..., so that programs read
+    whole arrays. Layers that are not
     stacked are groups of one layer.
 
     A slot's entries are valid up to the position that was written last. Later entries are never read.
@@ -85,13 +87,42 @@ class KVCache:
             groups.append(tuple(tuple(map(function, segment, names)) for segment in group))
         return dataclasses.replace(self, groups=tuple(groups))
 
-    def view(self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True) -> CacheView:
+    def view(
+        self,
+        slots_B: jax.Array | None,
+        length: int,
+        write: jax.Array | bool = True,
+        ends_B: jax.Array | None = None,
+    ) -> CacheView:
         """A view of the slots `slots_B`, or of all slots if it is None, and of positions 0 .. length - 1.
 
-        `write`, (B,) booleans or one boolean, says which slots may change.
+        Args:
+            write: (B,) booleans or one boolean: which slots may change.
+            ends_B: int32, the end of the positions that a query of each slot sees. A platform that reads blocks
+                (`Storage.block`) reads up to the largest of them, if they are given, instead of `length`.
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
-        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length)
+        end = None if ends_B is None or storage().block is None else ends_B.max()
+        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, end, length)
+
+    def copied(self, source: jax.Array, target: jax.Array, length: jax.Array) -> KVCache:
+        """The cache with the first `length` positions of the slot `source`, or more, in the slot `target` too."""
+        size = storage().block
+        if size is None:
+            return jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), self)
+
+        def copied_block(number: jax.Array, cache: KVCache) -> KVCache:
+            def copied(x: jax.Array) -> jax.Array:
+                layers, _, heads, positions, width = x.shape
+                # beyond the last block of an array, this copies it again
+                start = number * min(size, positions)
+                sizes = (layers, 1, heads, min(size, positions), width)
+                block = jax.lax.dynamic_slice(x, (0, source, 0, start, 0), sizes)
+                return jax.lax.dynamic_update_slice(x, block, (0, target, 0, start, 0))
+
+            return jax.tree.map(copied, cache)
+
+        return jax.lax.fori_loop(0, (length + size - 1) // size, copied_block, self)
 
     @property
     def n_slots(self) -> int:
@@ -128,13 +159,10 @@ class KeyValueView(Protocol):
     separate: ClassVar[bool]
     """Whether attention keeps logits per part: to concatenate a long and a short part would copy both."""
 
-    def update(
-        self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
-    ) -> tuple[Self, Sequence[Sequence[jax.Array]]]:
+    def update(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[Self, Stored]:
         """Store the entries of one layer at these positions, (B, T, J, K) each.
 
-        Returns the view that has them, and all entries of the layer: for consecutive parts of the positions, the arrays
-        (B, J, S, K).
+        Returns the view that has them, and all entries of the layer.
         """
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
@@ -182,11 +210,17 @@ class Cached:
         """See `Attend`."""
         return self.attend(q_BTHK, self.update(k_BTJK, v_BTJV), scale=scale, window=window, softcap=softcap)
 
-    def update(self, *new: jax.Array) -> Sequence[Sequence[jax.Array]]:
+    def update(self, *new: jax.Array) -> Stored:
         """Write the entries of `positions_BT`, (B, T, J, K) each. Returns all entries of the layer, as
-        `KeyValueView.hold` does."""
+        `KeyValueView.update` does."""
         self.view, entries = self.view.update(self.layer, self.positions_BT, *new)
         return entries
+
+    def positions(self, stored: Stored) -> int:
+        """The largest number of positions that attention to these entries reads."""
+        if isinstance(stored, StoredBlocks):
+            return int(stored.arrays[0].shape[3])
+        return sum(part[0].shape[2] for part in stored)
 
     @staticmethod
     def products(*products: jax.Array) -> Sequence[jax.Array]:
@@ -196,17 +230,31 @@ class Cached:
     def attend(
         self,
         q_BTHK: jax.Array,
-        keys: Sequence[Sequence[jax.Array]],
+        stored: Stored,
         *,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
+        make: MakeKeys | None = None,
     ) -> jax.Array:
-        """Attention to the entries that `update` returned, or to keys and values that are made from them: for each part
-        (B, J, S, K) and (B, J, S, V), or one array that is both."""
+        """Attention to the entries that `update` returned: keys (B, J, S, K) and values (B, J, S, V), or one array that
+        is both.
+
+        Args:
+            make: makes keys and values from the arrays of some positions. None: the arrays are these.
+        """
+        if isinstance(stored, StoredBlocks):
+            assert isinstance(self.view, CacheView)
+            mask = functools.partial(self.view.mask, self.query_positions_BT, window)
+            return attend_blocks(q_BTHK, stored, mask, self.bias_BHTS, scale, softcap, make)
+        keys = stored if make is None else [make(*part) for part in stored]
         mask_B1TS = self.view.mask(self.query_positions_BT, window)
         attend = _attend_parts if self.view.separate else _attend_triangular if self.view.triangular else _attend
         return attend(q_BTHK, keys, mask_B1TS, self.bias_BHTS, scale, softcap)
+
+
+# the entries of a layer: for consecutive parts of the positions, the arrays (B, J, S, K); or blocks of them
+Stored = Sequence[Sequence[jax.Array]] | StoredBlocks
 
 
 def _attend_triangular(
@@ -288,7 +336,7 @@ def _attend_parts(
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length"]
+    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B", "end"], meta_fields=["length"]
 )
 @dataclasses.dataclass(frozen=True)
 class CacheView:
@@ -305,6 +353,8 @@ class CacheView:
     written_B: jax.Array
     # int32: the slots to read; None for all, in order
     slots_B: jax.Array | None
+    # int32: the end of the positions that are read in blocks; None: `length` positions are read as a whole
+    end: jax.Array | None
     length: int
 
     @property
@@ -323,15 +373,20 @@ class CacheView:
         written = storage().write(group, entries)
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=(written,)))
 
-    def update(
-        self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array
-    ) -> tuple[CacheView, list[Segment]]:
+    def update(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> tuple[CacheView, Stored]:
         """See `KeyValueView`."""
         view = self.write(layer, positions_BT, *new)
-        return view, view.read(layer)
+        return view, view.read(layer) if self.end is None else view._blocks(layer, self.end)
+
+    def _blocks(self, layer: jax.Array | int, end: jax.Array) -> StoredBlocks:
+        ((segment,),) = self.cache.groups
+        held = self.capacity
+        size = storage().block
+        assert size is not None
+        return StoredBlocks(segment, layer, self.slots_B, jnp.minimum(end, held), min(size, held))
 
     def read(self, layer: jax.Array | int) -> list[Segment]:
-        """The entries of one layer, as `update` returns them."""
+        """The entries of one layer, in parts."""
         (group,) = self.cache.groups
         segments, left = [], self.length
         for segment in group:
@@ -343,14 +398,18 @@ class CacheView:
             left -= size
         return segments
 
-    def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
-        """See `KeyValueView`."""
+    def mask(
+        self, positions_BT: jax.Array, window: jax.Array | int | None, keys_S: jax.Array | None = None
+    ) -> jax.Array:
+        """See `KeyValueView`: all keys, or those at the indices `keys_S` of the cache."""
+        if keys_S is None:
+            keys_S = jnp.arange(min(self.length, self.capacity))
         if self.length <= self.capacity:
-            return causal_mask(positions_BT, self.length, window)
+            return sees(positions_BT, keys_S[None], window)[:, None]
         # A query takes each index for the newest position at it that is not after the query's own. Where a later
         # position has replaced that one, the window starts after it (`ring_length`, `SlotEngine.holds`).
         assert window is not None
-        distance_BTS = (positions_BT[:, :, None] - jnp.arange(self.capacity)[None, None]) % self.capacity
+        distance_BTS = (positions_BT[:, :, None] - keys_S[None, None]) % self.capacity
         return ((distance_BTS < window) & (distance_BTS <= positions_BT[:, :, None]))[:, None]
 
     def split(self, layers: int) -> tuple[list[CacheView], Sequence[int]]:

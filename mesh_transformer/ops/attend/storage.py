@@ -76,6 +76,9 @@ class Storage(Protocol):
     """Whether XLA copies a slice of an array before it multiplies the slice."""
     late: ClassVar[bool]
     """Whether a step of decoding defers writes: the new entries of all layers are written after the last layer."""
+    block: ClassVar[int | None]
+    """Positions that attention reads at a time, in a loop that ends with the last one that a call needs. None: a
+    program reads a fixed number of positions."""
     rows: ClassVar[int]
     """The fewest rows of a product. Missing rows are filled with copies, whose results are not used."""
 
@@ -95,10 +98,11 @@ class Storage(Protocol):
 
 
 class Scattered:
-    """The storage of CPU and GPU: XLA decides how an array lies in memory, and a scatter writes it."""
+    """The storage of GPUs: XLA decides how an array lies in memory, and a scatter writes it."""
 
     copies_slices: ClassVar[bool] = True
     late: ClassVar[bool] = False
+    block: ClassVar[int | None] = None
     rows: ClassVar[int] = 1
 
     def position_axis(self, entry: CacheEntry) -> int:
@@ -138,6 +142,14 @@ class Scattered:
         return products
 
 
+class Looped(Scattered):
+    """The storage of CPUs: one program reads as many positions as a call needs, block by block, instead of a program
+    for each of several lengths. A block and its logits stay in the processor's cache."""
+
+    copies_slices: ClassVar[bool] = False
+    block: ClassVar[int | None] = 256
+
+
 class Tiled:
     """The storage of TPUs: positions and K are the two dimensions whose tiles of 8 x 128 the chip loads.
 
@@ -152,6 +164,7 @@ class Tiled:
 
     copies_slices: ClassVar[bool] = False
     late: ClassVar[bool] = True
+    block: ClassVar[int | None] = None
     rows: ClassVar[int] = 8
 
     def position_axis(self, entry: CacheEntry) -> int:
@@ -253,7 +266,7 @@ def _pinned(x: jax.Array, name: str | None) -> jax.Array:
     return jax.shard_map(fix, mesh=partition.current_mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
-_STORAGES: dict[str, Storage] = {"tpu": Tiled()}
+_STORAGES: dict[str, Storage] = {"tpu": Tiled(), "cpu": Looped()}
 
 
 def storage() -> Storage:

@@ -16,9 +16,23 @@ from support.waiting import LONG_S, until
 from mesh_transformer.infer.program_table import CompileThread, Generate, Prefill, Program
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import Scheduler
+from mesh_transformer.ops.attend import storage
+from mesh_transformer.ops.attend.storage import Scattered
 from mesh_transformer.runtime.session.engine import ServingEngine
 
 CHUNK = 32
+
+
+@pytest.fixture
+def any_length() -> None:
+    """As on a CPU, where a program reads as many positions as it needs."""
+
+
+@pytest.fixture(autouse=True)
+def fixed_lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where each program reads a fixed number of positions, so that there are many."""
+    if "any_length" not in request.fixturenames:
+        monkeypatch.setitem(storage._STORAGES, "cpu", Scattered())
 
 
 @functools.cache
@@ -111,6 +125,19 @@ def test_a_server_compiles_two_programs_and_then_the_others() -> None:
     complete(engine, [(prompt_of(1, 21), CASES["bias"])])
     assert engine.compiled == before
     assert engine.close()
+
+
+@pytest.mark.usefixtures("any_length")
+def test_a_cpu_needs_nine_programs_for_all_lengths() -> None:
+    """A short chunk, powers of two and the longest one, most of them for several prompts too; one slot and all."""
+    run = program(TINY, "mesh.tp=1", "model.seq=1024")
+    engine = ServingEngine(run.placement.for_decoding(), run.init(jax.random.key(3)).params, slots=4)
+    chunks = {Prefill(1, size, 1024) for size in (32, 128, 256, 512)}
+    together = {Prefill(4, 32, 1024), Prefill(4, 128, 1024), Prefill(2, 256, 1024)}
+    generators = [Generate(single=False, length=1024), Generate(single=True, length=1024)]
+    assert engine.first_programs() == [Prefill(1, 128, 1024), generators[0]]
+    assert set(engine.programs()) == {*chunks, *together, *generators}
+    assert len(engine.programs()) == 9
 
 
 def test_chats_go_on_while_others_wait_for_their_programs(run: Run) -> None:
