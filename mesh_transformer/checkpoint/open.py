@@ -12,7 +12,7 @@ from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
-from mesh_transformer.config import ModelConfig
+from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.logs import log
 
@@ -20,6 +20,7 @@ from mesh_transformer.logs import log
 FORMATS: tuple[type[StoredCheckpoint], ...] = (HubModel, NativeStep, ClassicStep, HFFolder)
 
 
+GENERATION_CONFIG = "generation_config.json"
 # what to do with a file that is given in place of a folder, by the end of its name
 _NO_FOLDERS = {
     ".safetensors": "give the folder that holds it, with config.json beside it",
@@ -127,6 +128,18 @@ class Checkpoint:
         if _has_tokenizer(run):
             return CheckpointTokenizer(run.path)
         return CheckpointTokenizer(None if origin is None else origin.path, kept=True)
+
+    @functools.cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json of the Hugging Face folder that it is or came from; empty: there is none.
+
+        Raises:
+            UserError: as above, or the file is no JSON object.
+        """
+        folder = self._stored.hf_folder
+        if folder is None or GENERATION_CONFIG not in folder.names:
+            return {}
+        return strict_json.read_object(files.join(folder.path, GENERATION_CONFIG))
 
     def source(self, model: ModelConfig) -> TensorSource:
         """Its tensors. Reads none of them. The weights of a name on the hub are downloaded.

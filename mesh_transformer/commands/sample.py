@@ -21,12 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the prompt as token ids; this needs no tokenizer, except for --stop",
     )
     cli.add_checkpoint(parser)
+    cli.add_generation_config(parser)
     _add_sampling_options(parser)
     parser.add_argument("--json", action="store_true", help="print each sample as one line of JSON")
     given = parser.parse_args(arguments)
     cli.starting()
+    from mesh_transformer.infer.requests import OPTIONS
     from mesh_transformer.runtime.sampling import sampler
 
+    given.named = [name for name in OPTIONS if name in vars(given)]
     options = cli.fields(sampler.SampleOptions, given)
     return sampler.run(given.config_path, given.overrides, options)
 
@@ -43,7 +46,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, option in OPTIONS.items():
         flag, kind = f"--{name.replace('_', '-')}", type(option.default)
-        parser.add_argument(flag, type=kind, default=option.default, metavar="VALUE", help=option.help)
+        text = option.help.replace("%(default)s", str(option.default))
+        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar="VALUE", help=text)
     parser.add_argument(
         "--stop",
         action="append",

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None, open_engine: Callable[..., Any]
     """Parse the arguments and serve. `open_engine`, if given, opens the engine instead of the config."""
     parser = cli.parser(__doc__)
     cli.add_checkpoint(parser)
+    cli.add_generation_config(parser)
     for flag, text, settings in _OPTIONS:
         parser.add_argument(flag, help=text, **settings)
     given = parser.parse_args(arguments)

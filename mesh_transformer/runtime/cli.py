@@ -81,9 +81,10 @@ def parser(description: str, *, needs_config: bool = False) -> argparse.Argument
 
 
 def fields(kind: type[T], arguments: argparse.Namespace) -> T:
-    """An instance of the dataclass `kind`, from the options with the names of its fields."""
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: getattr(arguments, name) for name in names})
+    """An instance of the dataclass `kind`, from the options with the names of its fields. The others keep their
+    defaults."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in vars(arguments).items() if name in names})
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, required: bool = False) -> None:
@@ -91,6 +92,18 @@ def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, req
     default = "" if required else " (default: the run of the config)"
     parser.add_argument(
         flag, dest="checkpoint", type=checkpoint_path, required=required, metavar="DIR", help=f"{ANY_FORMAT}{default}"
+    )
+
+
+def add_generation_config(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the origin of the sampling options that are not given."""
+    parser.add_argument(
+        "--generation-config",
+        type=lambda name: "none" if name == "vllm" else name,
+        choices=("auto", "none"),
+        default="auto",
+        help="sampling options that are not given: auto takes temperature, top_p, top_k and repetition_penalty of the "
+        "model's generation_config.json, if it has one; none, or vllm, takes none of them (default: %(default)s)",
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,19 +137,21 @@ def serve(
     drain_s: float = LONG_S,
     held: bool = False,
     send_buffer: int | None = None,
+    defaults: Mapping[str, Any] = {},
     **engine_options: Any,
 ) -> Iterator[Served]:
     """A server that is warmed up. It is stopped at the end of the `with` block.
 
     Args:
         held: the warm-up continues until the test sets the engine's `may_warm_up`.
+        defaults: sampling options that requests need not name.
         send_buffer: size of the socket's send buffer in bytes. None: several megabytes.
     """
     engine = ServedEngine(**engine_options)
     if held:
         engine.may_warm_up.clear()
     loop = EngineLoop(lambda: engine, slots=engine.slots, max_queue=max_queue)
-    model = ServedModel(NAME, engine.vocab, tokenizer or ByteTokenizer(), loop, timeout_s)
+    model = ServedModel(NAME, engine.vocab, tokenizer or ByteTokenizer(), loop, timeout_s, defaults)
     listener = bind(host, 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -10,7 +10,7 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingPar
 from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.session.engine import open_engine
+from mesh_transformer.runtime.session.generation_defaults import generation_defaults
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
 from mesh_transformer.runtime.session.weights import config_for
 
@@ -83,6 +84,8 @@ class SampleOptions(SampleRequest):
 
     Args:
         seed: None: draw one, and log it.
+        generation_config: see `generation_defaults`.
+        named: the sampling options that were given.
     """
 
     seed: int | None = None  # type: ignore[assignment]
@@ -90,6 +93,8 @@ class SampleOptions(SampleRequest):
     prompt: str | None = None
     prompt_tokens: str | None = None
     json: bool = False
+    generation_config: str = "auto"
+    named: Collection[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +301,9 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
     prompts: list[str | list[int]] | None = None if options.prompt is None else [options.prompt]
     if options.prompt_tokens is not None:
         prompts = [parse_tokens(options.prompt_tokens)]
+    defaults = generation_defaults(checkpoint, options.generation_config)
+    others = {name: value for name, value in defaults.items() if name not in options.named}
+    options = dataclasses.replace(options, **others)
     platforms.CompileCache()
     platforms.start_devices()
     Sampler(config, _with_seed(options), checkpoint, prompts).show(checkpoint, as_json=options.json)

@@ -163,7 +163,8 @@ def _samples(
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[SamplingParams]:
     """The parameters of the n samples of a prompt. They differ in their seeds."""
-    options = {name: getattr(body, name) for name in OPTIONS}
+    named = {name: getattr(body, name) for name in OPTIONS if name in body.model_fields_set}
+    options = {name: option.default for name, option in OPTIONS.items()} | dict(model.defaults) | named
     # vLLM's value for all tokens
     if options["top_k"] == -1:
         options["top_k"] = 0

@@ -38,10 +38,19 @@ class ServedModel:
         name: the name in /v1/models.
         n_vocab: token IDs are 0 to n_vocab - 1.
         timeout_s: the time limit of a request in seconds, from the end of its body to the sending of its last token.
+        defaults: sampling options of completions and chats that do not name them, by name.
     """
 
-    def __init__(self, name: str, n_vocab: int, tokenizer: Tokenizer, loop: EngineLoop, timeout_s: float):
-        self.name, self.n_vocab, self.tokenizer = name, n_vocab, tokenizer
+    def __init__(
+        self,
+        name: str,
+        n_vocab: int,
+        tokenizer: Tokenizer,
+        loop: EngineLoop,
+        timeout_s: float,
+        defaults: Mapping[str, Any] = {},
+    ):
+        self.name, self.n_vocab, self.tokenizer, self.defaults = name, n_vocab, tokenizer, defaults
         self.loop, self.timeout_s = loop, timeout_s
         # prompts are encoded in a thread, with its own copy of the tokenizer, because tokenizers are not thread-safe
         self._encoder = copy.deepcopy(tokenizer)

@@ -32,6 +32,7 @@ from mesh_transformer.runtime.serving.keys import ApiKeys
 from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
+from mesh_transformer.runtime.session.generation_defaults import generation_defaults
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
 from mesh_transformer.runtime.session.weights import config_for
 
@@ -65,6 +66,7 @@ class ServeOptions:
     max_queue: int = 64
     timeout_s: float = 600.0
     drain_s: float = 30.0
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         for name, value, allowed, fits in [
@@ -115,6 +117,7 @@ def run(
     raise_file_limit()
     config, checkpoint = config_for(config_path, overrides, options.checkpoint)
     keys = ApiKeys.of_file(options.api_key_file) if options.api_key_file is not None else ApiKeys()
+    defaults = generation_defaults(checkpoint, options.generation_config)
     platforms.open_devices()
     tokenizer = open_tokenizer(config, checkpoint)
     listener = bind(options.host, options.port)
@@ -124,7 +127,7 @@ def run(
     opener = functools.partial(open_engine or _open_own_engine, config, checkpoint, slots=options.slots)
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
     name = config.logging.name or _unnamed(config_path, checkpoint.path)
-    model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
+    model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s, defaults)
     names = options.names(listener, keys)
     app = make_app(model, keys, options.allow_origins, names, access_log=options.access_log)
     service = Service(model, app, listener, options.drain_s)

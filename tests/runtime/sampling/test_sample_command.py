@@ -42,6 +42,8 @@ def sample(tmp_path, monkeypatch, capsys):
         "open_engine",
         lambda config, source, slots, context: RecordingEngine(slots=slots, vocab=VOCAB),
     )
+    # there is no checkpoint
+    monkeypatch.setattr(sampler, "generation_defaults", lambda checkpoint, source: {})
     RecordingEngine.recorded.clear()
 
     def command(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
