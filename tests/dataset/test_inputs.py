@@ -124,7 +124,7 @@ def test_a_name_with_an_equals_sign_is_a_name_where_it_exists(
         (["none"], r"no such file or folder: none \(the current folder is "),
         (["none=0.3"], r"no such file or folder: none \(the current folder is "),
         (["*.csv"], r"no file matches \*\.csv"),
-        (["empty"], "empty: no file in this folder; allowed: .jsonl, .csv"),
+        (["empty"], "empty: no file in this folder; allowed: .jsonl, .json, .csv"),
         (["mixed"], r"mixed: 2 files of an unknown kind: .*mixed/b\.pdf, .*mixed/c\.parquet\.gz; allowed: \.jsonl"),
         (["mixed/b.pdf"], r"1 file of an unknown kind: .*b\.pdf"),
         (["a.txt", "a.txt=0.5"], "the input a.txt is given 2 times: give it once"),

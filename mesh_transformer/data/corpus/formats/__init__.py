@@ -2,12 +2,14 @@
 
 import posixpath
 
-from mesh_transformer.data.corpus.formats import csv_rows, lines, parquet, tar, text
+from mesh_transformer.data.corpus.formats import array, csv_rows, lines, parquet, tar, text
 from mesh_transformer.data.corpus.formats.base import InputFormat
 from mesh_transformer.data.records.inflate import SUFFIXES, without_suffix
 
 FORMATS: dict[str, InputFormat] = {
     "lines": lines.FORMAT,
+    # in archives, .json files often describe the others
+    "array": array.FORMAT,
     "csv": csv_rows.FORMAT,
     "text": text.FORMAT,
     "tar": tar.archive(lines.FORMAT, csv_rows.FORMAT, text.FORMAT),

@@ -45,12 +45,20 @@ def _documents(file: IO[bytes], place: str, column: Column, at: int, stop: int |
             at = at if line.endswith(b"\n") else _after_line(file, at, stop)
         elif content.strip():
             try:
-                yield from _line(content, where, column)
+                if content.lstrip().startswith(b"["):
+                    reason = "a JSON array: write one object a line, or name a file that is one array .json"
+                    raise BadDataError(where, "an array", reason)
+                yield from document(content, where, column)
             except BadDataError as error:
                 yield Bad.of(error)
 
 
-def _line(content: bytes, where: str, column: Column) -> Iterator[Item]:
+def document(content: bytes, where: str, column: Column) -> Iterator[Item]:
+    """The document of a value of JSON, or its example.
+
+    Raises:
+        BadDataError: there is none.
+    """
     if column is None:
         yield Row.of(json_value(content, where, "those of an example"), where)
         return

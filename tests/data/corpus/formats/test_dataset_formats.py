@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import as_csv, as_lines, as_parquet, as_tar, parts_of, read
 
-from mesh_transformer.data.corpus.formats import FORMATS, allowed, format_of, parquet
+from mesh_transformer.data.corpus.formats import FORMATS, allowed, array, format_of, parquet
 from mesh_transformer.data.corpus.pieces import PIECE_CHARS
 from mesh_transformer.dataset.parts import Bad, pieces
 from mesh_transformer.errors import UserError
@@ -49,6 +50,77 @@ def test_rows_are_those_of_pythons_csv(rows: list[tuple[str, str]], style: tuple
             expected = [row["text"] for row in csv.DictReader(whole)]
         assert expected == [text for _, text in rows]
         assert read(path) == expected
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.text(st.sampled_from('ab"\\[]{},:\n é😀'), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('a]"', max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150)
+@given(
+    values=st.lists(VALUES, max_size=4),
+    style=st.sampled_from([{"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}]),
+    around=st.sampled_from([(b"", b""), (b"\xef\xbb\xbf", b"\n"), (b"\n \t", b" \r\n")]),
+    step=st.sampled_from([5, 8, 1 << 20]),
+)
+def test_elements_are_those_of_pythons_json(values: list, style: dict, around: tuple[bytes, bytes], step: int) -> None:
+    content = json.dumps(values, **style).encode().join(around)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(array, "_STEP_BYTES", step)
+        elements = list(array._elements(io.BytesIO(content), "a.json"))
+    assert [json.loads(element) for _, element in elements] == values
+    # each is at its place
+    assert all(content[at:].startswith(element) for at, element in elements)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_json_array_is_read(tmp_path: Path, suffix: str) -> None:
+    content = json.dumps([{"text": "one"}, "two", {"text": None}, {"text": ["a", "b"]}], indent=1).encode()
+    path = tmp_path / f"a.json{suffix}"
+    path.write_bytes(COMPRESS[suffix](content) if suffix else content)
+    assert read(path) == ["one", "two", None, "a\n\nb"]
+
+
+def test_an_element_is_as_long_as_a_line_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_transformer.data.corpus.pieces.MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "one"}, {"text": "x" * 100}, {"text": "two"}, 5]))
+    (part,) = parts_of(path)
+    first, too_long, second, wrong = pieces(part, "text")
+    assert (first.text, second.text) == ("one", "two")
+    assert (too_long.kind, too_long.place) == ("line too long", f"{path}, element at byte 17")
+    assert wrong.kind == "no text"
+
+
+def complaint(folder: Path) -> str:
+    """What is said of the files: before they are read, or of their bad places."""
+    try:
+        items = [item for part in parts_of(folder) for item in pieces(part, "text")]
+    except UserError as error:
+        return str(error)
+    return " ".join(item.message for item in items if isinstance(item, Bad))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.json",
+            b'{"text": "a"}',
+            "no JSON array: expected \\[ at its start; name a file with an object a line .jsonl",
+        ),
+        ("a.json", b'["a", "b"', "the array is not closed"),
+        ("a.json", b'["a"] x', "more text after the array, at byte 5"),
+        ("a.jsonl", b'[{"text": "a"},\n {"text": "b"}]', "a JSON array: write one object a line, or name a file"),
+        ("a.jsonl", b'["a"]', "a JSON array: write one object a line"),
+    ],
+)
+def test_what_is_no_array_is_said(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.search(message, complaint(tmp_path))
 
 
 def test_other_columns(tmp_path: Path) -> None:
@@ -143,10 +215,10 @@ def test_large_row_groups_are_named(
 
 
 def test_the_table_of_formats() -> None:
-    assert allowed() == ".jsonl, .csv, .txt, .tar (each also with .gz, .xz, .zst appended), .parquet"
+    assert allowed() == ".jsonl, .json, .csv, .txt, .tar (each also with .gz, .xz, .zst appended), .parquet"
     assert {format_of(f"x{format.suffix}") for format in FORMATS.values()} == set(FORMATS)
     assert format_of("a/b.TXT.GZ") == "text"
-    assert [format_of(name) for name in ("x.parquet.gz", "x", "x.gz", "x.json", "txt", "x.txt.bz2")] == [None] * 6
+    assert [format_of(name) for name in ("x.parquet.gz", "x", "x.gz", "x.yaml", "txt", "x.txt.bz2")] == [None] * 6
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
