@@ -1,10 +1,16 @@
 """Model families as data. A family is one file in this folder and one line here."""
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 from mesh_transformer.families import (
+    arcee,
     bloom,
     codegen,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    exaone4,
     gemma,
     gemma2,
     gemma3,
@@ -15,6 +21,7 @@ from mesh_transformer.families import (
     gpt_neox,
     gptj,
     granite,
+    hunyuan_v1_dense,
     jaxformer,
     llama,
     minimax_m2,
@@ -29,6 +36,7 @@ from mesh_transformer.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
     starcoder2,
 )
@@ -52,6 +60,11 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "granite": granite.GraniteConfig,
     "starcoder2": starcoder2.Starcoder2Config,
     "glm4": glm4.Glm4Config,
+    "seed_oss": seed_oss.SeedOssConfig,
+    "exaone4": exaone4.Exaone4Config,
+    "cohere2": cohere2.Cohere2Config,
+    "arcee": arcee.ArceeConfig,
+    "hunyuan_v1_dense": hunyuan_v1_dense.HunyuanDenseConfig,
     "phi3": phi3.Phi3Config,
     "codegen": codegen.CodeGenConfig,
     "opt": opt.OptConfig,
@@ -66,3 +79,32 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "minimax_m2": minimax_m2.MiniMaxM2Config,
     "jaxformer": jaxformer.JaxformerConfig,
 }
+
+
+class Alias(NamedTuple):
+    """Another `model_type` in config.json for the models of a family.
+
+    Args:
+        family: the `model_type` of the family.
+        keys: other names that its keys have there.
+        defaults: of keys that such a config.json leaves out, where they are not those of the family.
+    """
+
+    family: str
+    keys: Mapping[str, str] = {}
+    defaults: Mapping[str, Any] = {}
+
+
+ALIASES: dict[str, Alias] = {
+    "gpt-sw3": Alias("gpt2"),
+    "internlm3": Alias(
+        "llama",
+        {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        {
+            "num_hidden_layers": 48, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 10240,
+            "vocab_size": 128512, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        },
+    ),
+    "kimi_k2": Alias("deepseek_v3"),
+    "ministral": Alias("mistral"),
+}  # fmt: skip

@@ -46,8 +46,6 @@ class ModelConfig(HfKeys):
 
     HF_MODEL_TYPE: ClassVar[str | None] = None
     """`model_type` in config.json; None: transformers has no such model, and the family needs no other HF_ name."""
-    HF_BESIDE_VISION: ClassVar[str | None] = None
-    """`model_type` of a config.json that has this model as `text_config`, beside a vision tower."""
     HF_ARCHITECTURE: ClassVar[str]
     """The class in transformers."""
     HF_D_HEAD_FIXED: ClassVar = False

@@ -14,7 +14,6 @@ class Gemma3Config(Gemma2Like, WithLocalRotary):
     """Gemma 3: Gemma 2 with norms of q and k, and a window in five of six layers, which have a lower rotary base."""
 
     HF_MODEL_TYPE: ClassVar = "gemma3_text"
-    HF_BESIDE_VISION: ClassVar = "gemma3"
     HF_ARCHITECTURE: ClassVar = "Gemma3ForCausalLM"
     FULL_EVERY: ClassVar = 6
     HF_LOCAL_BASE: ClassVar = "rope_local_base_freq"

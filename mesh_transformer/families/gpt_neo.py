@@ -45,6 +45,11 @@ class GptNeoConfig(Gpt2Like):
     def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields = super().fields_from_hf(keys)
+        if keys.flag("rotary", default=False):
+            raise UserError(
+                "rotary is true: this is GPT-J as a fork of transformers wrote it in 2021; read the model from a "
+                "folder of GPT-J, such as EleutherAI/gpt-j-6b, whose model_type is gptj"
+            )
         layers = fields["layers"]
         types = keys.take("attention_types", default=[[list(_TYPES), layers // 2]])
         kinds = keys.take("attention_layers", default=None) or _expanded(types, layers)

@@ -63,7 +63,7 @@ class MiniMaxM2Config(WithExperts, PartlyRotary):
 
     def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
-        return replace(super().attention(), qk_norm=self.norm(), qk_norm_whole=True)
+        return replace(super().attention(), qk_norm=self.norm(), qk_norm_at="whole")
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:

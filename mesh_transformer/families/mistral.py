@@ -2,7 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.hf_keys import Hf
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
+from mesh_transformer.families.layer_types import FULL, SLIDING
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Tokens
 
@@ -16,6 +18,15 @@ class MistralLike(LlamaLike):
     def windows(self) -> list[int | None]:
         """See `LlamaLike`."""
         return [self.window] * self.layers
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
+        """See `HfKeys`. A config.json may list the kind of each layer: all are of one."""
+        fields, types = super().fields_from_hf(keys), keys.take("layer_types", default=None)
+        kind = FULL if fields.get("window") is None else SLIDING
+        if types not in (None, [kind] * fields["layers"]):
+            raise UserError(f"layer_types is {types!r:.100}: only {kind} in each layer is supported")
+        return fields
 
 
 class MistralConfig(MistralLike):

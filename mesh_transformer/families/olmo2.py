@@ -27,7 +27,7 @@ class Olmo2Like(BiasedAttention):
 
     def attention(self) -> AttentionSpec:
         """See `LlamaLike`."""
-        return replace(super().attention(), qk_norm=self.norm(), qk_norm_whole=True)
+        return replace(super().attention(), qk_norm=self.norm(), qk_norm_at="whole")
 
     def layer(self, attention: AttentionMixer, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""

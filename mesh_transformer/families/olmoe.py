@@ -48,6 +48,6 @@ class OlmoeConfig(WithExperts):
             bias=self.attention_bias,
             out_bias=self.attention_bias,
             qk_norm=self.norm(),
-            qk_norm_whole=True,
+            qk_norm_at="whole",
             clip=self.clip_qkv,
         )

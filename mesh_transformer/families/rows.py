@@ -29,5 +29,5 @@ def model_rows(table: str, rows: Iterable[Tensor], head: str, *, tied: bool) -> 
     """The rows of a model: its `table` of tokens, `rows`, and its `head` unless that is the table."""
     if tied:
         return [Tensor("embed/tokens/w", table, vocab_axis=0, copy=head), *rows]
-    head_row = Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1)
+    head_row = Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1, tied=table)
     return [Tensor("embed/tokens/w", table, vocab_axis=0), *rows, head_row]

@@ -37,7 +37,7 @@ class Attention:
             self.keys = self.inputs[1:3]
             self.qk_norms = []
             if a.qk_norm is not None:
-                axes = ("heads", a.kv_name) if a.qk_norm_whole else (None, None)
+                axes = ("heads", a.kv_name) if a.qk_norm_at == "whole" else (None, None)
                 self.qk_norms = [Norm(a.qk_norm, f"{x}_norm", axis) for x, axis in zip("qk", axes, strict=True)]
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
@@ -48,10 +48,10 @@ class Attention:
     def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
         a = self.attention
         q, k, v = _products(ctx, q, k, v)
-        if a.qk_norm_whole:
+        if a.qk_norm_at == "whole":
             q, k = self._normed(q, k)
         q, k, v = self._heads(q, "heads"), self._heads(k, a.kv_name), self._heads(v, a.kv_name)
-        if not a.qk_norm_whole:
+        if a.qk_norm_at == "heads":
             q, k = self._normed(q, k)
         if a.clip is not None:
             q, k, v = (jnp.clip(x, -a.clip, a.clip) for x in (q, k, v))
@@ -59,6 +59,8 @@ class Attention:
         if a.positions and ctx.positions:
             of_queries = jax.tree.map(ctx.queries, ctx.positions)
             q, k = ENCODINGS[type(a.positions)].apply(a.positions, q, k, of_queries, ctx.positions, scale)
+        if a.qk_norm_at == "rotated_heads":
+            q, k = self._normed(q, k)
         mixed = ctx.attend(q, k, v, scale=scale, window=ctx.window, softcap=a.softcap)
         return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h k -> b t (h k)")
 

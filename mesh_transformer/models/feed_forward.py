@@ -34,6 +34,7 @@ _ACTIVATIONS: dict[spec.Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=True)),
     "silu": jax.checkpoint(jax.nn.silu),
     "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

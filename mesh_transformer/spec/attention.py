@@ -1,6 +1,7 @@
 """Attention as plain data."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mesh_transformer.spec.arrays import Array, Arrays, below, linear, matrix
 from mesh_transformer.spec.mechanism import AttentionMixer, CacheEntry
@@ -13,9 +14,9 @@ class AttentionSpec(AttentionMixer):
     """Attention with `kv_heads` keys and values: heads / kv_heads queries share one (Ainslie et al. 2023,
     arXiv:2305.13245).
 
-    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation;
-    with `qk_norm_whole`, all heads of q together, and all of k. Then q, k and v are limited to values from -clip to
-    clip.
+    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation
+    ("heads") or after it ("rotated_heads"), or all heads of q together, and all of k, before it ("whole"). Before the
+    rotation, q, k and v are limited to values from -clip to clip.
     """
 
     kv_heads: int
@@ -23,7 +24,7 @@ class AttentionSpec(AttentionMixer):
     bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
-    qk_norm_whole: bool = False
+    qk_norm_at: Literal["whole", "heads", "rotated_heads"] = "heads"
     clip: float | None = None
     # the scaled products become softcap * tanh(products / softcap)
     softcap: float | None = None
@@ -52,7 +53,7 @@ class AttentionSpec(AttentionMixer):
         for name, axis, heads in self.maps:
             arrays |= below(name, linear(("embed", axis), width, heads * self.head_dim, "input", bias=self.bias))
             if self.qk_norm is not None and name in ("q", "k"):
-                over = (axis, heads * self.head_dim) if self.qk_norm_whole else (None, self.head_dim)
+                over = (axis, heads * self.head_dim) if self.qk_norm_at == "whole" else (None, self.head_dim)
                 arrays |= below(f"{name}_norm", self.qk_norm.arrays(*over))
         return arrays | below("o", linear(("heads", "embed"), self.heads * self.head_dim, width, "output"))
 

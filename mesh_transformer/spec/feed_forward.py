@@ -7,7 +7,7 @@ from mesh_transformer.fields import Size
 from mesh_transformer.spec.arrays import Array, Arrays, below, lecun_stddev, linear
 from mesh_transformer.spec.mechanism import Mechanism
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Each family against transformers: logits, greedy tokens with a cache, one device and four, and the export."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.covering import covering
 from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.load import load
+from mesh_transformer.families import ALIASES, FAMILIES
 from mesh_transformer.parallel.sharding import use
 
 # float32 on both sides; logits are up to about 6, and the two programs differ by some 2e-6
@@ -44,6 +46,34 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name]
 
     return get
+
+
+# a class of transformers for each alias; for kimi_k2 its code on the hub is DeepSeek-V3's
+OF_ALIASES = {
+    "gpt-sw3": ("GPT2", hf_models.VARIANTS["gpt2"][1]),
+    "internlm3": ("Llama", {**hf_models.BASE, **hf_models.rope(), "num_key_value_heads": 2, "head_dim": 14,
+                                "attention_bias": True, "mlp_bias": True}),
+    "kimi_k2": hf_models.VARIANTS["deepseek_v3"],
+    "ministral": ("Ministral", {**hf_models.BASE, **hf_models.rope(), "num_key_value_heads": 2, "head_dim": 14,
+                                "sliding_window": 9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_read_as_its_family(tmp_path: Path, alias: str) -> None:
+    hf_models.save_model(*OF_ALIASES[alias], tmp_path)
+    prompt = np.random.default_rng(hf_models.SEED).integers(1, hf_models.VOCAB, (1, 40))
+    logits = hf.transformers_logits(tmp_path, prompt)
+    path, theirs = tmp_path / "config.json", {ours: name for name, ours in ALIASES[alias].keys.items()}
+    keys = {theirs.get(name, name): value for name, value in json.loads(path.read_text()).items()}
+    path.write_text(json.dumps({**keys, "model_type": alias}))
+    if alias != "kimi_k2":
+        # transformers reads the other name too
+        np.testing.assert_array_equal(hf.transformers_logits(tmp_path, prompt), logits)
+    source = HFSource(str(tmp_path))
+    assert ALIASES[alias].family == FAMILIES[source.model.family].HF_MODEL_TYPE
+    found = hf.model_logits(source.model, hf.to_tree(hf.read_all(source)), prompt)
+    np.testing.assert_allclose(found, logits, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "mesh"), RUNS)

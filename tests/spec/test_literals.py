@@ -28,6 +28,7 @@ TABLES: dict[str, list[dict[str, Any]]] = {
     "Scaling.kind": [positions._SCALED, SCALINGS],
 }
 NO_TABLE = {
+    "AttentionSpec.qk_norm_at": "the places of one norm in one function",
     "Array.role": "estimates and fusion ask for single roles",
     "Rotary.precision": "it is the name of a numpy dtype, in which one formula is computed",
 }

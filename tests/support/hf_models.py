@@ -181,6 +181,56 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "starcoder2": ("Starcoder2", {**BASE, **rope(theta=1e5), "num_key_value_heads": 2, "sliding_window": 9}),
+    "seed_oss": (
+        "SeedOss",
+        {
+            **BASE,
+            **rope(theta=1e5),
+            "num_key_value_heads": 2,
+            "head_dim": 18,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "exaone4": (
+        "Exaone4",
+        {
+            **BASE,
+            **_LLAMA3,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "sliding_window": 7,
+            "sliding_window_pattern": 3,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            **BASE,
+            **rope(),
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "sliding_window": 7,
+            "logit_scale": 0.7,
+            "layer_types": [_WINDOW, _FULL, _WINDOW, _WINDOW, _FULL],
+            "attention_bias": True,
+        },
+    ),
+    "arcee": (
+        "Arcee",
+        {**BASE, **rope(), "num_key_value_heads": 2, "mlp_bias": True, "attention_bias": True},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {**BASE, **_LLAMA3, "num_key_value_heads": 2, "head_dim": 18}),
+    "hunyuan_v1_dense_alpha": (
+        "HunYuanDenseV1",
+        {
+            **BASE,
+            **rope("dynamic", alpha=5.0, factor=1.0),
+            "num_key_value_heads": 3,
+            "head_dim": 14,
+            "attention_bias": True,
+        },
+    ),
     # 0.45 x 18 dims is 8.1: 8 are rotated
     "glm4": (
         "Glm4",

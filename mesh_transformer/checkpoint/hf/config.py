@@ -12,7 +12,7 @@ from mesh_transformer import files
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.families import FAMILIES
+from mesh_transformer.families import ALIASES, FAMILIES
 from mesh_transformer.families.hf_keys import ConfigJson
 
 _OTHER_HEADS = re.compile(r"For(\w*Classification|RewardModel\w*|QuestionAnswering|MultipleChoice)$")
@@ -55,17 +55,19 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
         UserError: the model is not supported.
     """
     families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values() if family.HF_MODEL_TYPE is not None}
+    alias = ALIASES.get(str(config.get("model_type")))
+    if alias is not None:
+        renamed = {alias.keys.get(name, name): value for name, value in config.items()}
+        config = {**alias.defaults, **renamed, "model_type": alias.family}
     keys = ConfigJson(config)
     model_type = keys.take("model_type", default=None)
     try:
-        beside = {family.HF_BESIDE_VISION: name for name, family in families.items()}
-        if isinstance(model_type, str) and model_type in beside:
-            raise UserError(
-                f"model_type is {model_type!r}: this is the text model {beside[model_type]} beside a vision tower, "
-                f"which is not supported; {command('from-hf')} --text-only converts the text model alone"
-            )
         if not isinstance(model_type, str) or model_type not in families:
-            raise UserError(f"model_type is {model_type!r:.60}: {_neighbours(model_type, list(families))}")
+            known = [*families, *ALIASES]
+            text = config.get("text_config")
+            text_type = text.get("model_type") if isinstance(text, dict) else None
+            instead = _neighbours(model_type, known) if text_type is None else _text_model(text_type, known)
+            raise UserError(f"model_type is {model_type!r:.60}: {instead}")
         _check_head(config.get("architectures"))
         model = families[model_type].from_hf(keys)
         keys.refuse_rest()
@@ -74,6 +76,16 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     return model
+
+
+def _text_model(model_type: Any, known: Sequence[str]) -> str:
+    """What can be read of a model that has a text model of this type besides others."""
+    if model_type in known:
+        return (
+            f"this is the text model {model_type} beside a vision tower, which is not supported; "
+            f"{command('from-hf')} --text-only converts the text model alone"
+        )
+    return f"this is a text model of the type {model_type!r:.60} beside others, and {_neighbours(model_type, known)}"
 
 
 def _neighbours(model_type: Any, known: Sequence[str]) -> str:
