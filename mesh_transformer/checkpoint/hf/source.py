@@ -6,7 +6,7 @@ The weights are safetensors or .bin files, in one file or in shards with an inde
 import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +16,9 @@ from einops import rearrange
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.config import parse_model, read_config
+from mesh_transformer.checkpoint.hf.fused_experts import split_experts
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
+from mesh_transformer.checkpoint.hf.text_only import text_tensors
 from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
 from mesh_transformer.checkpoint.tensors import (
     FileTensor,
@@ -29,10 +31,12 @@ from mesh_transformer.checkpoint.tensors import (
 )
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.logs import log
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.spec import TRANSPOSED, Tensor, by_stack
 
-FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
 # the largest matrix to cache; only the last one that was read is cached
 CACHE_BYTES = 1 << 30
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -70,19 +74,16 @@ class HFSource:
         self.counts, self.extra = UpdateCounts(0), with_model({}, found)
         stored = open_tensors(folder)
         if text_only:
-            from mesh_transformer.checkpoint.hf.text_only import text_tensors
-
             stored = text_tensors(stored, folder)
+        if isinstance(self.model, WithExperts):
+            stored = split_experts(stored, self.model, folder)
         self._stored = _full_names(stored, self.model)
         self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
         self._rows = {f"params/{row.parameter}": row for row in stacked_rows(self.model)}
-        if config.get("tie_word_embeddings") is True:
-            for row in self._rows.values():
-                # if the folder has both tensors, transformers does not tie them either
-                if row.tied in self._stored:
-                    self._stored.setdefault(row.foreign, self._stored[row.tied])
+        # of a text model beside others, transformers reads the key beside its config
+        self._tie((read_config(folder) if text_only else config).get("tie_word_embeddings") is True)
         self._check_names()
         self.tensors: Mapping[str, TensorInfo] = dict(self._infos())
 
@@ -99,6 +100,20 @@ class HFSource:
             at = tuple(i - s.start for i, s in zip(place, stack, strict=True))
             self._fill(out[at], row, row.name(place), inside)
         return out
+
+    def _tie(self, tied: bool) -> None:
+        """Let the table of tokens and the head be one tensor, of which a file may have either.
+
+        If the folder has both tensors, transformers does not tie them either.
+        """
+        for row in self._rows.values():
+            other = row.copy or (row.tied if tied else None)
+            if other is None:
+                continue
+            if other in self._stored:
+                self._stored.setdefault(row.foreign, self._stored[other])
+            elif row.tied is not None and row.foreign in self._stored:
+                self._stored[row.tied] = self._stored[row.foreign]
 
     def _fill(self, out: np.ndarray, row: Tensor, name: str, index: Index) -> None:
         """Read a slice of the tensor `name` into `out`. Does not write the padding of the vocabulary."""
@@ -187,12 +202,19 @@ class HFSource:
     def _infos(self) -> Iterator[tuple[str, TensorInfo]]:
         for name, row in self._rows.items():
             dtypes = {self._stored[foreign].dtype for _, foreign in foreign_names(row, self.model)}
-            if len(dtypes) > 1:
+            dtype = _common_dtype(dtypes)
+            if dtypes != {dtype}:
                 kinds = " and ".join(sorted(map(str, dtypes)))
-                raise UserError(f"{self.where}: {row.foreign} is {kinds} in different layers: save it in one dtype")
-            yield name, TensorInfo(self._shapes[row.parameter], *dtypes)
+                log.warning("%s: %s is %s: it is read as %s", self.where, row.foreign, kinds, dtype)
+            yield name, TensorInfo(self._shapes[row.parameter], dtype)
             if row.bias:
-                yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], *dtypes)
+                yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], dtype)
+
+
+def _common_dtype(dtypes: Collection[np.dtype]) -> np.dtype:
+    """The dtype of a stack whose layers have these dtypes: float32 for several, and for float64."""
+    widest = np.dtype(np.float32)
+    return widest if len(dtypes) > 1 else min(*dtypes, widest, key=lambda dtype: dtype.itemsize)
 
 
 def _shifted(index: slice, by: int) -> slice:

@@ -13,6 +13,7 @@ _NAMES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
 }
 # keys that stand beside the text model's
 _SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")

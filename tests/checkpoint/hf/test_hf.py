@@ -12,6 +12,7 @@ import safetensors.numpy
 from support import hf_folders as hf
 from support.builders import program
 from support.families import MODELS, OF_TRANSFORMERS
+from support.hf_models import BASE, rope, save_model
 
 from mesh_transformer.checkpoint.hf import writer as hf_write
 from mesh_transformer.checkpoint.hf.safetensors_file import read_header
@@ -316,6 +317,25 @@ def test_a_tied_head_is_the_embedding_matrix(tmp_path, tied) -> None:
         rtol=0,
         atol=TOLERANCE,
     )
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPTJ"])
+def test_a_tied_model_may_store_its_head_alone(tmp_path, family: str) -> None:
+    """A family with a field for it, and one in which only config.json ties them."""
+    if family == "GPTJ":
+        hf.save_transformers_model(tmp_path, hf.model_config(), tied=True)
+    else:
+        save_model(family, {**BASE, **rope(), "tie_word_embeddings": True}, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    assert "lm_head.weight" not in tensors
+    table = "transformer.wte.weight" if family == "GPTJ" else "model.embed_tokens.weight"
+    tensors["lm_head.weight"] = tensors.pop(table)
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    source = HFSource(str(tmp_path))
+    prompt = np.random.default_rng(2).integers(1, 100, (1, 20))
+    found = hf.model_logits(source.model, hf.to_tree(hf.read_all(source)), prompt)
+    np.testing.assert_allclose(found, hf.transformers_logits(tmp_path, prompt), rtol=0, atol=TOLERANCE)
 
 
 def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path) -> None:

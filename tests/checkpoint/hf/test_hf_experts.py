@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import families
+from support import families, hf_models
 from support import hf_folders as hf
 from support.builders import TINY, program
 
@@ -350,3 +350,24 @@ def test_dense_layers_are_those_of_transformers(tmp_path, values, dense) -> None
 def test_keys_that_change_the_arithmetic_are_refused(tmp_path, values, reason) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{reason}"):
         read(tmp_path, {**QWEN3, **values})
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_experts_in_two_arrays_are_read(tmp_path, name: str) -> None:
+    """As transformers 5 has them in memory, and saves them on request."""
+    model = hf_models.save(name, tmp_path / "released")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    fused = [stored for stored in open_tensors(str(tmp_path / "fused")) if stored.endswith("experts.gate_up_proj")]
+    assert fused
+    expected, found = (hf.read_all(HFSource(str(tmp_path / folder))) for folder in ("released", "fused"))
+    assert found.keys() == expected.keys()
+    for parameter, array in expected.items():
+        np.testing.assert_array_equal(found[parameter], array, err_msg=parameter)
+
+
+def test_another_number_of_experts_in_an_array_is_refused(tmp_path) -> None:
+    hf_models.save("qwen3_moe", tmp_path).save_pretrained(tmp_path, save_original_format=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 5, "num_local_experts": 5}))
+    with pytest.raises(UserError, match=r"experts\.\w+ has shape \(6, \d+, \d+\), expected \(5, rows, columns\)"):
+        HFSource(str(tmp_path))

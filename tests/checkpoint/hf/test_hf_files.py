@@ -191,22 +191,47 @@ def test_a_folder_without_weights_or_config_is_refused(whole, tmp_path) -> None:
     refused(folder, "is not a Hugging Face folder: it has no config.json$")
 
 
-def test_layers_of_different_dtypes_are_refused(tmp_path) -> None:
+def test_layers_of_different_dtypes_are_read_as_float32(tmp_path, caplog) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
     hf.save_transformers_model(tmp_path, MODEL)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["transformer.h.1.ln_1.bias"] = tensors["transformer.h.1.ln_1.bias"].to(torch.float16)
-    save_file(tensors, tmp_path / "model.safetensors")
-    refused(tmp_path, r"transformer.h.\{\}.ln_1.bias is float16 and float32 in different layers")
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["transformer.h.0.ln_1.bias"] = tensors["transformer.h.0.ln_1.bias"].to(torch.float16)
-    save_file(tensors, tmp_path / "model.safetensors")
-    found = HFSource(str(tmp_path)).tensors
+    path, name = tmp_path / "model.safetensors", "transformer.h.{}.ln_1.bias"
+    tensors = load_file(path)
+    rounded = {name.format(layer): tensors[name.format(layer)].to(torch.float16) for layer in range(2)}
+    matrix = "transformer.h.0.attn.q_proj.weight"
+    save_file({**tensors, name.format(1): rounded[name.format(1)], matrix: tensors[matrix].to(torch.bfloat16)}, path)
+    source = HFSource(str(tmp_path))
+    assert f"{name.format('{}')} is float16 and float32: it is read as float32" in caplog.text
+    assert source.tensors["params/blocks/attention/q/w"].dtype == np.float32
+    prompt = np.arange(6, dtype=np.int32)[None] % MODEL.n_vocab
+    # as transformers reads the file in float32; float32 on both sides
+    np.testing.assert_allclose(
+        hf.model_logits(source.model, hf.to_tree(hf.read_all(source)), prompt),
+        hf.transformers_logits(tmp_path, prompt),
+        rtol=0,
+        atol=2e-5,
+    )
     # a tensor has one dtype in all layers, and tensors may differ
+    save_file({**tensors, **rounded}, path)
+    found = HFSource(str(tmp_path)).tensors
     assert found["params/blocks/norm/offset"].dtype == np.float16
     assert found["params/blocks/norm/scale"].dtype == np.float32
+
+
+def test_float64_is_read_as_float32(tmp_path, caplog) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    hf.save_transformers_model(tmp_path, MODEL)
+    path = tmp_path / "model.safetensors"
+    expected = hf.read_all(HFSource(str(tmp_path)))
+    save_file({name: tensor.to(torch.float64) for name, tensor in load_file(path).items()}, path)
+    found = hf.read_all(HFSource(str(tmp_path)))
+    assert "transformer.wte.weight is float64: it is read as float32" in caplog.text
+    for name, array in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_unknown_tensors_are_refused_and_old_buffers_ignored(tmp_path) -> None:

@@ -77,6 +77,39 @@ def test_other_readers_refuse_the_folder(theirs: Any) -> None:
         read_model(str(theirs[0]))
 
 
+def test_the_text_model_of_mistral3_is_read(tmp_path: Path) -> None:
+    """Its head is not tied."""
+    import torch
+    import transformers
+
+    torch.manual_seed(5)
+    text = {**VARIANTS["mistral"][1], "model_type": "mistral"}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config={**VISION, "model_type": "pixtral", "head_dim": 8}, image_token_index=300
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = np.random.default_rng(4).integers(1, 299, (2, 40))
+    with torch.no_grad():
+        logits = model(torch.tensor(prompt)).logits.numpy()
+    with pytest.raises(
+        UserError, match=r"'mistral3': this is the text model mistral beside a vision tower.*--text-only"
+    ):
+        read_model(str(tmp_path))
+    source = HFSource(str(tmp_path), text_only=True)
+    found = hf.model_logits(source.model, hf.to_tree(hf.read_all(source)), prompt)
+    np.testing.assert_allclose(found, logits, rtol=0, atol=TOLERANCE)
+
+
+def test_a_text_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    config = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match="a text model of the type 'llama4_text' beside others, and .* near it are .*llama"
+    ):
+        read_model(str(tmp_path))
+
+
 def test_a_folder_of_one_model_needs_no_request(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match=r"config.json has no text_config: .* without --text-only"):
