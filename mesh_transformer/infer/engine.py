@@ -49,6 +49,18 @@ def abstract_slots(placement: Placement, slots: int, context: int | None) -> Any
     return SlotPrograms(placement, slots, positions, longest_chunk=chunk).abstract
 
 
+def working_bytes(placement: Placement, slots: int, context: int | None) -> int:
+    """Bytes of a device that the programs of a `SlotEngine` need besides weights and cache, at least: the logits of all
+    slots, or a chunk's residual stream and the products of its queries and keys in one layer."""
+    decoder, positions = placement.model.decoder, cache_positions(placement.model.decoder.seq, context)
+    chunk, number = min(MAX_PREFILL_TOKENS, positions), np.dtype(np.float32).itemsize
+    heads = max((attention.heads for attention in decoder.attentions), default=0) // placement.size("heads")
+    with use(placement.partition):
+        keys = min(storage().block or positions, positions)
+    of_chunk = chunk * (decoder.d_model + heads * keys)
+    return number * max(slots * decoder.padded_vocab, of_chunk)
+
+
 class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 

@@ -117,7 +117,8 @@ def run(
     raise_file_limit()
     config, checkpoint = config_for(config_path, overrides, options.checkpoint)
     keys = ApiKeys.of_file(options.api_key_file) if options.api_key_file is not None else ApiKeys()
-    defaults = generation_defaults(checkpoint, options.generation_config)
+    # another engine needs no checkpoint
+    defaults = {} if open_engine else generation_defaults(checkpoint, options.generation_config)
     platforms.open_devices()
     tokenizer = open_tokenizer(config, checkpoint)
     listener = bind(options.host, options.port)

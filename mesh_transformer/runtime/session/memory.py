@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import accelerators, host_memory
 from mesh_transformer.errors import UserError
-from mesh_transformer.infer.engine import abstract_slots
+from mesh_transformer.infer.engine import abstract_slots, working_bytes
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.holdings import bytes_per_device
 from mesh_transformer.runtime.session.session import Session
@@ -67,7 +67,11 @@ def check_scoring(session: Session) -> None:
 
 def serving_arrays(placement: Placement, slots: int, context: int | None) -> dict[str, int]:
     """Bytes of the arrays of one device that exist as long as an engine. `context` as in `infer.engine.SlotEngine`."""
-    return {**_weights(placement), "cache": bytes_per_device(abstract_slots(placement, slots, context))}
+    return {
+        **_weights(placement),
+        "cache": bytes_per_device(abstract_slots(placement, slots, context)),
+        "programs": working_bytes(placement, slots, context),
+    }
 
 
 def _weights(placement: Placement) -> dict[str, int]:

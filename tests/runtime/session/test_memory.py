@@ -125,7 +125,7 @@ def test_sampling_and_serving_are_refused_before_weights_are_read(
     assert code == 2
     assert errors.count("\n") == 1
     assert "the model does not fit" in errors
-    assert "parameters 0.0, cache 0.0" in errors
+    assert "parameters 0.0, cache 0.0, programs 0.0" in errors
     assert ("--slots" in errors) == (main is device_serve.main)
     code, errors = command(main, "--ckpt", "model", *arguments, *GO_ON)
     assert code == 2
@@ -237,7 +237,7 @@ def test_a_server_whose_engine_runs_out_of_memory(command) -> None:
     def main() -> int:
         return device_serve.main(open_engine=open_engine)
 
-    code, errors = command(main, "--config", "config.json", "--ckpt", "run", "--port", "0")
+    code, errors = command(main, "--config", "config.json", "--port", "0")
     assert code == 1
     assert errors.splitlines()[-1].startswith("error: out of memory (")
     assert "Traceback" not in errors
