@@ -3,8 +3,9 @@
     python benchmarks/serving_programs.py --ckpt FOLDER                    # 4 slots, 8,192 positions
 
 `packed` is the layout that decodes on a CPU, one program text for each layer. `stacked` is a scan over the layers.
-Compile times are CPU seconds with an empty cache. A program that runs is called several times; the fastest call counts.
-Chunks of 16 to 64 tokens show what further sizes of later chunks would save.
+Compile times are CPU seconds without a cache of programs. A program that runs is called several times; the fastest call
+counts. `prefixes` are prompts whose beginning is in the cache, and the same without. Chunks of 16 to 64 tokens show
+what further sizes of later chunks would save.
 """
 
 import time
@@ -25,7 +26,9 @@ PROGRAMS = {
     "one token of all slots, 256 positions": ("generate", False, 256),
     "one token of all slots, 8192 positions": ("generate", False, 8192),
 }
-STEPS, CALLS = 16, 5
+STEPS, CALLS, VOCAB = 16, 5, 30_000
+# tokens of a cached prefix, and of the prompt
+REUSED = [(84, 100), (1000, 1100), (7000, 7100)]
 
 
 def main() -> None:
@@ -35,8 +38,43 @@ def main() -> None:
     made.add_argument("--layouts", nargs="+", default=["packed", "stacked"], choices=["packed", "stacked"])
     arguments = common.parse(made)
     children = {layout: {"worker": "measure", "layout": layout} for layout in arguments.layouts}
+    children["prefixes"] = {"worker": "prefixes"}
     runs = common.in_turn(arguments, children)
-    common.report({layout: common.medians(records) for layout, records in runs.items()})
+    common.report({name: common.medians(records) for name, records in runs.items()})
+
+
+def prefixes(arguments: Any) -> dict[str, float]:
+    """CPU seconds of prompts, as a whole and with a reused prefix, to the first token."""
+    import numpy as np
+
+    from mesh_transformer.infer.requests import SamplingParams
+    from mesh_transformer.infer.scheduler import Scheduler
+    from mesh_transformer.runtime.session.engine import open_engine
+    from mesh_transformer.runtime.session.weights import config_for
+
+    engine = open_engine(*config_for(None, [], arguments.ckpt), slots=1)
+    scheduler, random = Scheduler(engine, max_queue=1), np.random.default_rng(0)
+
+    def cpu_seconds(prompt: list[int]) -> float:
+        scheduler.submit(0, prompt, SamplingParams(max_tokens=1, temperature=0))
+        before = time.process_time()
+        list(scheduler.run())
+        return time.process_time() - before
+
+    for size in (20, 100, 200, 600):
+        # compile the programs
+        cpu_seconds(random.integers(1, VOCAB, size).tolist())
+    seconds: dict[str, float] = {}
+    for reused, length in REUSED:
+        times = []
+        for _ in range(CALLS):
+            prompt, other = (random.integers(1, VOCAB, length).tolist() for _ in range(2))
+            cpu_seconds(prompt[:reused])
+            with_prefix = cpu_seconds(prompt)
+            times.append((with_prefix, cpu_seconds(other)))
+        for name, each in zip(("reused", "whole"), zip(*times, strict=True), strict=True):
+            seconds[f"{length} tokens, {reused} of them cached: {name}"] = min(each)
+    return seconds
 
 
 def measure(arguments: Any) -> dict[str, float]:
