@@ -228,8 +228,8 @@ MUTANTS = [
     # a tied table wins over a head that the folder has
     Mutant(
         "checkpoint/hf/source.py",
-        "self._stored.setdefault(row.foreign, self._stored[row.tied])",
-        "self._stored[row.foreign] = self._stored[row.tied]",
+        "self._stored.setdefault(row.foreign, self._stored[other])",
+        "self._stored[row.foreign] = self._stored[other]",
         ("tests/checkpoint/hf/test_hf.py::test_a_tied_head_is_the_embedding_matrix",),
     ),
     # the biases of routers are rounded too

@@ -38,14 +38,15 @@ def _documents(file: IO[bytes], place: str, column: Column, at: int, stop: int |
     """The documents of the lines that begin before byte `stop`. The file is at byte `at`, where a line begins."""
     while (stop is None or at < stop) and (line := file.readline(corpus.MAX_LINE_BYTES + 1)):
         where = f"{place}, line at byte {at:,}"
-        content = line.removeprefix(_BYTE_ORDER_MARK) if at == 0 else line
+        begins = at == 0
+        content = line.removeprefix(_BYTE_ORDER_MARK) if begins else line
         at += len(line)
         if len(line) > corpus.MAX_LINE_BYTES:
             yield Bad.of(corpus.line_too_long(where))
             at = at if line.endswith(b"\n") else _after_line(file, at, stop)
         elif content.strip():
             try:
-                if content.lstrip().startswith(b"["):
+                if begins and content.lstrip().startswith(b"["):
                     reason = "a JSON array: write one object a line, or name a file that is one array .json"
                     raise BadDataError(where, "an array", reason)
                 yield from document(content, where, column)
