@@ -7,6 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mesh_transformer.infer.requests import (
     EmittedToken,
@@ -219,3 +220,13 @@ class FakeEngine:
         sequence.tokens.append(token.id)
         sequence.finished = finish_reason is not None
         return EmittedToken(slot, token, finish_reason)
+
+
+class RecordingEngine(FakeEngine):
+    """Records the parameters of its sequences."""
+
+    recorded: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
+
+    def insert(self, slot: int, prompt: Any, params: SamplingParams, **how: Any) -> None:
+        self.recorded.append(params)
+        super().insert(slot, prompt, params, **how)

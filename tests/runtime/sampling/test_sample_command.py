@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.commands import write_run
-from support.fake_engine import FakeEngine, alone
+from support.fake_engine import RecordingEngine, alone
 
 import device_sample
 from mesh_transformer import logs, platforms
@@ -18,16 +18,6 @@ from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.sampling import sampler
 
 PROMPT, NEW, VOCAB = b"ab", 24, 257
-
-
-class RecordingEngine(FakeEngine):
-    """Records the parameters of its sequences."""
-
-    recorded: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
-
-    def insert(self, slot: int, prompt: Any, params: SamplingParams, **how: Any) -> None:
-        self.recorded.append(params)
-        super().insert(slot, prompt, params, **how)
 
 
 @pytest.fixture

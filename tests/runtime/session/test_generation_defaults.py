@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_engine import FakeEngine
+from support.fake_engine import RecordingEngine
 from support.hf_folders import model_config, save_transformers_model
 from support.served import serve
 
@@ -39,16 +39,6 @@ def hf_folder(path: Path, generation_config: Any = PROPOSED) -> Path:
     if generation_config is not None:
         (path / "generation_config.json").write_text(json.dumps(generation_config))
     return path
-
-
-class RecordingEngine(FakeEngine):
-    """Records the parameters of its sequences."""
-
-    recorded: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
-
-    def insert(self, slot: int, prompt: Any, params: SamplingParams, **how: Any) -> None:
-        self.recorded.append(params)
-        super().insert(slot, prompt, params, **how)
 
 
 @pytest.fixture
