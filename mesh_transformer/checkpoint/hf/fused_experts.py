@@ -31,7 +31,12 @@ def split_experts(stored: dict[str, FileTensor], model: WithExperts, where: str)
             continue
         matrices = ("gate", "in") if fused[2] == "gate_up_proj" else ("out",)
         # before a loop over what a file says
-        if len(tensor.shape) != 3 or tensor.shape[0] != model.n_experts or tensor.shape[1] % len(matrices):
+        if (
+            len(tensor.shape) != 3
+            or tensor.shape[0] != model.n_experts
+            or not tensor.n_bytes
+            or tensor.shape[1] % len(matrices)
+        ):
             expected = f"({model.n_experts}, rows, columns)"
             raise UserError(
                 f"{where}: {name} has shape {tensor.shape}, expected {expected}: one matrix for each expert"

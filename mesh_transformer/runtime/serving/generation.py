@@ -117,7 +117,9 @@ def check(body: SampledRequest, model: ServedModel) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options need a stream: set stream to true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs are not in a stream: leave the field out, or stream", "prompt_logprobs")
+        raise invalid(
+            "prompt_logprobs are not in a stream: leave the field out, or set stream to false", "prompt_logprobs"
+        )
     model.check([[token] for token, _ in body.logit_bias], "logit_bias")
     model.check([[token] for token in body.allowed_token_ids], "allowed_token_ids")
     model.check([[token] for token in body.stop_token_ids], "stop_token_ids")

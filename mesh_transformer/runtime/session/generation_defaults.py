@@ -31,7 +31,7 @@ def generation_defaults(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
         try:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} must be a number; got {short(value)}")
-            if OPTIONS[name].dtype == "int32" and value != int(value):
+            if OPTIONS[name].dtype == "int32" and not float(value).is_integer():
                 raise ValueError(f"{name} must be a whole number; got {value}")
             options: dict[str, Any] = {name: value}
             SamplingOptions(**options)
