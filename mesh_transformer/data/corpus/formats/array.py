@@ -74,6 +74,10 @@ def _elements(file: IO[bytes], place: str) -> Iterator[tuple[int, bytes | None]]
                 depth += 1
             elif depth and char in b"]}":
                 depth -= 1
+            elif char == b"}":
+                raise BadDataError(
+                    place, "not an array", f"a bracket that nothing opens, at byte {at + match.start():,}"
+                )
             elif not depth:
                 parts.append(block[first : match.start()])
                 size += match.start() - first
