@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.errors import UserError
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.fields import Positive
@@ -55,5 +56,8 @@ class HunyuanDenseConfig(BiasedAttention):
             return super().rotary_from_hf(ConfigJson(given), others)
         theta = given["rope_theta"] if rope.get("rope_theta") is None else rope["rope_theta"]
         fields = super().rotary_from_hf(ConfigJson({} if theta is None else {"rope_theta": theta}), others)
-        alpha, dims = ConfigJson(rope).number("alpha", default=None), others["d_head"]
+        alpha = ConfigJson(rope).number("alpha", default=None)
+        dims = others["d_head"] or others["d_model"] // others["n_heads"]
+        if dims <= 2:
+            raise UserError(f"head_dim is {dims}: rope_parameters with alpha need more than 2")
         return {**fields, "rotary_base": fields["rotary_base"] * alpha ** (dims / (dims - 2))}
