@@ -4,7 +4,7 @@ norm; layers without a window have no rotary encoding."""
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.layer_types import SLIDING, WithLayerTypes
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.fields import Count, Derived, Positive, Switch, Unit
@@ -20,7 +20,17 @@ class Cohere2Config(BiasedAttention, WithLayerTypes):
     HF_END_OF_TEXT: ClassVar = 255001
     FULL_EVERY: ClassVar = 4
     HF_ROWS: ClassVar = {**BiasedAttention.HF_ROWS, "norm_eps": Hf("layer_norm_eps")}
-    HF_IGNORED: ClassVar = ("pretraining_tp", "rotary_pct", "position_embedding_type", "order_of_interleaved_layers")
+    HF_FIXED: ClassVar = {
+        **BiasedAttention.HF_FIXED,
+        "use_gated_activation": Only(True, written=False),
+        "use_parallel_block": Only(True, written=False),
+        "use_qk_norm": Only(False, written=False),
+    }
+    # transformers ignores them
+    HF_IGNORED: ClassVar = (
+        *("cache_implementation", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"),
+        *("pretraining_tp", "rotary_pct", "position_embedding_type", "order_of_interleaved_layers"),
+    )
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 40,
         "hidden_size": 8192,

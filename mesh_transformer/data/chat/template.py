@@ -17,6 +17,8 @@ from mesh_transformer.errors import UserError
 
 # the environment variables that Python needs to start; any further one may be a secret
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ")
+# the end of a message that is continued: its text alone may stand in what the template writes after it
+_MARK = "END_OF_CONTINUED_MESSAGE "
 # a message of a chat, as the template gets it: role, content and other fields
 Message = Mapping[str, Any]
 
@@ -70,8 +72,9 @@ class ChatTemplate:
             UserError: the template refuses the messages, has a fault or exceeds a limit; or the last message, which is
                 to be continued, has no text, or the template leaves it out.
         """
-        text = self._answer(self._request(messages, add_generation_prompt, tools, variables))["text"]
-        return _until_final_text(text, messages[-1]) if continue_final_message else text
+        given = _marked(messages) if continue_final_message else messages
+        text = self._answer(self._request(given, add_generation_prompt, tools, variables))["text"]
+        return _until_mark(text) if continue_final_message else text
 
     def render_answers(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None
@@ -163,15 +166,22 @@ class ChatTemplate:
         )
 
 
-def _until_final_text(text: str, message: Message) -> str:
-    """The part of a chat's text up to the end of the content of its last message.
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with a mark at the end of the content of the last one.
 
-    A template may remove blanks at the ends of a content, as in transformers' `continue_final_message`.
+    Raises:
+        UserError: it has no text.
     """
-    content = message["content"]
-    start = text.rfind(content.strip()) if content.strip() else -1
-    if start < 0:
-        reason = "the chat template leaves it out" if content.strip() else "it has no text"
-        raise UserError(f"the last message cannot be continued: {reason}")
-    kept = content.lstrip()
-    return text[:start] + (kept if text.startswith(kept, start) else content.strip())
+    *before, final = messages
+    if not final["content"].strip():
+        raise UserError("the last message cannot be continued: it has no text")
+    return [*before, {**final, "content": final["content"] + _MARK}]
+
+
+def _until_mark(text: str) -> str:
+    """The part of a chat's text before the mark, as transformers' `continue_final_message` gives it: a template that
+    removes the blank at the end of the mark would remove those at the end of the content."""
+    place = text.rfind(_MARK.rstrip())
+    if place < 0:
+        raise UserError("the last message cannot be continued: the chat template leaves it out")
+    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()

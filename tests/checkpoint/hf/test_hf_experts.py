@@ -365,6 +365,18 @@ def test_experts_in_two_arrays_are_read(tmp_path, name: str) -> None:
         np.testing.assert_array_equal(found[parameter], array, err_msg=parameter)
 
 
+def test_experts_without_a_byte_are_refused(tmp_path) -> None:
+    """The number of experts is no bound by itself: both files say what they like."""
+    hf_models.save("qwen3_moe", tmp_path).save_pretrained(tmp_path, save_original_format=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 2**31 - 1, "num_local_experts": None}))
+    entry = {"dtype": "F32", "shape": [2**31 - 1, 2, 0], "data_offsets": [0, 0]}
+    header = json.dumps({"model.layers.0.mlp.experts.gate_up_proj": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="has shape .2147483647, 2, 0., expected"):
+        HFSource(str(tmp_path))
+
+
 def test_another_number_of_experts_in_an_array_is_refused(tmp_path) -> None:
     hf_models.save("qwen3_moe", tmp_path).save_pretrained(tmp_path, save_original_format=False)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -135,3 +135,29 @@ def test_missing_keys_have_the_defaults_of_transformers(family) -> None:
     given = {"model_type": FAMILIES[family].HF_MODEL_TYPE, **NEEDED.get(family, {})}
     written = json.loads(transformers.AutoConfig.for_model(**given).to_json_string(use_diff=False))
     assert parse_model(given, "config.json") == parse_model(written, "config.json")
+
+
+LEGACY = {
+    "cache_implementation": "hybrid", "layer_switch": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+    "use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False, "rotary_pct": 1.0,
+    "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first", "pretraining_tp": 1,
+}  # fmt: skip
+
+
+def test_the_older_keys_of_cohere2_are_read() -> None:
+    """Files of the hub have them, and transformers does not read them."""
+    base = {"model_type": "cohere2", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4}
+    assert parse_model({**base, **LEGACY}, "config.json") == parse_model(base, "config.json")
+    for name in ("use_gated_activation", "use_parallel_block", "use_qk_norm"):
+        with pytest.raises(UserError, match=name):
+            parse_model({**base, name: not LEGACY[name]}, "config.json")
+
+
+@pytest.mark.parametrize("dims", [{}, {"head_dim": None}, {"head_dim": 8}])
+def test_alpha_of_hunyuan_is_another_base(dims: dict) -> None:
+    """As in transformers' HunYuanDenseV1RotaryEmbedding."""
+    base = {"model_type": "hunyuan_v1_dense", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    rope = {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "rope_theta": 10000.0}
+    assert parse_model({**base, **rope, **dims}, "config.json").rotary_base == 10000.0 * 1000.0 ** (8 / 6)
+    with pytest.raises(UserError, match="head_dim is 2"):
+        parse_model({**base, **rope, "head_dim": 2}, "config.json")

@@ -256,7 +256,12 @@ def test_bad_words_that_are_refused(server, words, message):
     assert message in error["message"]
 
 
-@pytest.mark.parametrize("content", ["It is", "It is ", "Say", [{"type": "text", "text": "It is"}]], ids=str)
+# "<", "im" and "end" stand in what the template writes after a message
+@pytest.mark.parametrize(
+    "content",
+    ["It is", "It is ", " It is", "Say", "<", "im", "end|>", "a\n", [{"type": "text", "text": "It is"}]],
+    ids=str,
+)
 def test_the_last_message_is_continued_as_in_transformers(chats, folder, content):
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
     asked = {"add_generation_prompt": False, "continue_final_message": True}

@@ -37,7 +37,8 @@ def hf_folder(path: Path, generation_config: Any = PROPOSED) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG))
     (path / "model.safetensors").touch()
     if generation_config is not None:
-        (path / "generation_config.json").write_text(json.dumps(generation_config))
+        text = generation_config if isinstance(generation_config, str) else json.dumps(generation_config)
+        (path / "generation_config.json").write_text(text)
     return path
 
 
@@ -122,6 +123,7 @@ def test_a_folder_without_the_file_has_no_defaults(tmp_path: Path) -> None:
         ({"temperature": -1}, "generation_config.json: temperature must be 0"),
         ({"top_p": "0.9"}, "generation_config.json: top_p must be a number; got '0.9'"),
         ({"top_k": 2.5}, "generation_config.json: top_k must be a whole number; got 2.5"),
+        ('{"top_k": 1e400}', "generation_config.json: top_k must be a whole number; got inf"),
         ({"repetition_penalty": True}, "generation_config.json: repetition_penalty must be a number; got true"),
         ([1], "generation_config.json"),
     ],

@@ -41,14 +41,16 @@ def check(file: IO[bytes], place: str, column: Column) -> None:
 def _begin(file: IO[bytes], place: str) -> tuple[int, bytes] | None:
     """The place of the first byte after the opening bracket, and the bytes from there that were read. None: the file is
     blank."""
-    block = file.read(_STEP_BYTES)
-    content = block.removeprefix(_BYTE_ORDER_MARK).lstrip(_BLANKS)
+    at, content = 0, b""
+    while not content and (block := file.read(_STEP_BYTES)):
+        content = (block.removeprefix(_BYTE_ORDER_MARK) if not at else block).lstrip(_BLANKS)
+        at += len(block)
     if not content:
         return None
     if not content.startswith(b"["):
         reason = "no JSON array: expected [ at its start; name a file with an object a line .jsonl"
         raise BadDataError(place, "not an array", reason)
-    return len(block) - len(content) + 1, content[1:]
+    return at - len(content) + 1, content[1:]
 
 
 def _elements(file: IO[bytes], place: str) -> Iterator[tuple[int, bytes | None]]:
@@ -58,7 +60,8 @@ def _elements(file: IO[bytes], place: str) -> Iterator[tuple[int, bytes | None]]
         return
     at, block = begun
     block = block or file.read(_STEP_BYTES)
-    depth, in_string, start, parts, size, ended = 0, False, at, list[bytes](), 0, False
+    depth, in_string, start, parts, size = 0, False, at, list[bytes](), 0
+    ended = after_comma = False
     while block:
         first = i = 0
         while (match := (_INSIDE if in_string else _OUTSIDE).search(block, i)) and not ended:
@@ -83,8 +86,9 @@ def _elements(file: IO[bytes], place: str) -> Iterator[tuple[int, bytes | None]]
                 size += match.start() - first
                 element = b"".join(parts) if size <= corpus.MAX_LINE_BYTES else None
                 # an empty array has an empty element
-                if element is None or element.strip(_BLANKS) or char == b",":
+                if element is None or element.strip(_BLANKS) or char == b"," or after_comma:
                     yield start, element
+                after_comma = char == b","
                 start, first, parts, size, ended = at + i, i, [], 0, char == b"]"
         size += len(block) - first
         if size <= corpus.MAX_LINE_BYTES:
@@ -93,7 +97,7 @@ def _elements(file: IO[bytes], place: str) -> Iterator[tuple[int, bytes | None]]
         if ended and b"".join(parts).strip(_BLANKS):
             raise BadDataError(place, "not an array", f"more text after the array, at byte {start:,}: remove it")
         if ended:
-            parts = []
+            parts, size = [], 0
         block = file.read(_STEP_BYTES)
     if not ended:
         raise BadDataError(place, "not an array", "the array is not closed: the file may be cut")
