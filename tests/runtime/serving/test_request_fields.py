@@ -242,6 +242,15 @@ def test_bad_words_are_not_written(server):
 
 
 @pytest.mark.parametrize(
+    "others", [{"min_tokens": 2, "stop_token_ids": [100]}, {"bad_words": ["d"]}], ids=["stop tokens", "bad words"]
+)
+def test_allowed_tokens_that_are_all_excluded_are_refused(server, others):
+    """Token 0 would be sampled."""
+    error = refusal(server.post({"prompt": "a", "allowed_token_ids": [100], **others}), 400)
+    assert error["param"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([" "], "none of them blank"),
