@@ -29,7 +29,7 @@ pytest_plugins = ["support.recorded", "support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
 # the memory by which a process may grow before it drops its compiled programs: at the end of a file, and of a test
-MODULE_BYTES, TEST_BYTES = 1 << 28, 7 << 28
+MODULE_BYTES, TEST_BYTES = 1 << 28, 1 << 30
 LONG = ("cluster", "parallel", "pod", "runtime", "train")
 # Tests that mostly wait, for hosts and for Ray: one worker runs them, one after the other, beside those that compute.
 WAITING = ("tests/pod/", "tests/cluster/backends/")
