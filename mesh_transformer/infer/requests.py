@@ -112,6 +112,11 @@ class SamplingOptions:
         return {name: getattr(self, name) for name in OPTIONS}
 
 
+def all_if_negative(top_k: float) -> float:
+    """`top_k` with vLLM's value for all tokens, -1, as 0."""
+    return 0 if top_k == -1 else top_k
+
+
 OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(SamplingOptions)}
 
 
@@ -163,10 +168,11 @@ class SamplingParams(SamplingOptions):
 
     def __post_init__(self) -> None:
         biases_fit = all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias)
-        # of the allowed tokens, those that the first step excludes whatever the text is
-        barred = {word[0] for word in self.bad_words if len(word) == 1}
+        # of the allowed tokens, those that step 4 may exclude
+        barred = {word[-1] for word in self.bad_words if word}
         barred |= set(self.stop_token_ids if self.min_tokens else ())
         some_allowed = not self.allowed_token_ids or not barred.issuperset(self.allowed_token_ids)
+        repeats = not (self.allowed_token_ids and self.no_repeat_ngram_size)
         bad_words_fit = len(self.bad_words) <= MAX_BAD_WORDS and all(
             0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words
         )
@@ -176,7 +182,8 @@ class SamplingParams(SamplingOptions):
                 ("min_tokens", f"0 to max_tokens ({self.max_tokens})", 0 <= self.min_tokens <= self.max_tokens),
                 ("logit_bias", f"numbers of {-MAX_BIAS:,.0f} to {MAX_BIAS:,.0f}", biases_fit),
                 ("stop_token_ids", f"at most {MAX_STOP_TOKENS}", len(self.stop_token_ids) <= MAX_STOP_TOKENS),
-                ("allowed_token_ids", "tokens that bad_words and min_tokens do not all exclude", some_allowed),
+                ("allowed_token_ids", "tokens that bad_words and min_tokens cannot all exclude", some_allowed),
+                ("no_repeat_ngram_size", "0 beside allowed_token_ids, because it could exclude all of them", repeats),
                 ("bad_words", f"at most {MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_TOKENS} tokens", bad_words_fit),
                 ("seed", "0 to 2**32 - 1", 0 <= self.seed < 2**32),
                 *((name, f"none or 0 to {MAX_TOP_LOGPROBS}", 0 <= (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS)

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.config.describe import short
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.families import ALIASES, FAMILIES
@@ -55,13 +56,9 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
         UserError: the model is not supported.
     """
     families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values() if family.HF_MODEL_TYPE is not None}
-    alias = ALIASES.get(str(config.get("model_type")))
-    if alias is not None:
-        renamed = {alias.keys.get(name, name): value for name, value in config.items()}
-        config = {**alias.defaults, **renamed, "model_type": alias.family}
-    keys = ConfigJson(config)
-    model_type = keys.take("model_type", default=None)
     try:
+        keys = ConfigJson(_in_names_of_the_family(config))
+        model_type = keys.take("model_type", default=None)
         if not isinstance(model_type, str) or model_type not in families:
             known = [*families, *ALIASES]
             text = config.get("text_config")
@@ -76,6 +73,19 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     return model
+
+
+def _in_names_of_the_family(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, where `model_type` is another name of a family with the names of that family."""
+    alias = ALIASES.get(str(config.get("model_type")))
+    if alias is None:
+        return config
+    renamed: dict[str, Any] = {}
+    for name, value in config.items():
+        other = renamed.setdefault(alias.keys.get(name, name), value)
+        if other != value:
+            raise UserError(f"{name} {short(value)} contradicts {alias.keys.get(name, name)} {short(other)}")
+    return {**alias.defaults, **renamed, "model_type": alias.family}
 
 
 def _text_model(model_type: Any, known: Sequence[str]) -> str:

@@ -125,7 +125,11 @@ class HFSource:
         target = out[tuple(slice(0, s.stop - s.start) for s in unpadded)]
         if row.view is None:
             target[...] = stored.read((_shifted(unpadded[0], row.first_row), *unpadded[1:]))
-            if row.copy in self._stored and (self._stored[row.copy].read(unpadded) != target).any():
+            # both as they are read: a file may have wider numbers
+            if (
+                row.copy in self._stored
+                and (self._stored[row.copy].read(unpadded).astype(target.dtype) != target).any()
+            ):
                 raise UserError(
                     f"{self.where}: {row.copy} differs from {name}, but config.json ties them: set tie_word_embeddings "
                     "to false in config.json, as transformers reads such a folder"

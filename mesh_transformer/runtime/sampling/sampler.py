@@ -93,7 +93,7 @@ class SampleOptions(SampleRequest):
     prompt: str | None = None
     prompt_tokens: str | None = None
     json: bool = False
-    generation_config: str = "auto"
+    generation_config: str = "none"
     named: Collection[str] = ()
 
 

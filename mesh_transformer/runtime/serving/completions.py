@@ -62,8 +62,11 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
 
 async def _echoes(body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]) -> list[Echo]:
     """For each prompt, the text at the start of its choices: the prompt as given, or the text of its tokens."""
-    offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts)
-    texts = body.prompt if isinstance(body.prompt[0], str) else await model.decode(prompts)
+    as_text = isinstance(body.prompt[0], str)
+    # a text need not have the names of the tokens that the tokenizer puts around it
+    names = not body.skip_special_tokens and not as_text
+    offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts, special_names=names)
+    texts = body.prompt if as_text else await model.decode(prompts, special_names=names)
     return list(map(Echo, texts, offsets))
 
 

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.infer.requests import OPTIONS, SamplingParams, Token
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams, Token, all_if_negative
 from mesh_transformer.runtime.serving.access import client_of
 from mesh_transformer.runtime.serving.answers import note_usage
 from mesh_transformer.runtime.serving.fields import SAME_AS
@@ -112,7 +112,7 @@ def check(body: SampledRequest, model: ServedModel) -> None:
         model.check_name(body.model)
     for name, (reason, neutral) in body.refused.items():
         value = getattr(body, name)
-        if value is not None and value not in neutral and not _repeats(body, name):
+        if value is not None and value not in neutral and not _repeats(body, model, name):
             raise invalid(f"{name} {short(value)} is not supported: {reason}; leave the field out", name)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options need a stream: set stream to true", "stream_options")
@@ -130,9 +130,15 @@ def token_names(model: ServedModel, body: SampledRequest) -> Callable[[int], str
     return "token_id:{}".format if body.return_tokens_as_token_ids else model.token_text
 
 
-def _repeats(body: SampledRequest, name: str) -> bool:
-    """Whether a refused field only says again what another field of the request says."""
-    return name in SAME_AS and getattr(body, name) == getattr(body, SAME_AS[name])
+def _repeats(body: SampledRequest, model: ServedModel, name: str) -> bool:
+    """Whether a refused field only says again what another field of the request says, or the model's default of it."""
+    return name in SAME_AS and getattr(body, name) == _options(body, model)[SAME_AS[name]]
+
+
+def _options(body: SampledRequest, model: ServedModel) -> dict[str, Any]:
+    """The sampling options: those of the request, else of the model, else of this program."""
+    named = {name: getattr(body, name) for name in OPTIONS if name in body.model_fields_set}
+    return {name: option.default for name, option in OPTIONS.items()} | dict(model.defaults) | named
 
 
 async def _start(
@@ -165,11 +171,8 @@ def _samples(
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[SamplingParams]:
     """The parameters of the n samples of a prompt. They differ in their seeds."""
-    named = {name: getattr(body, name) for name in OPTIONS if name in body.model_fields_set}
-    options = {name: option.default for name, option in OPTIONS.items()} | dict(model.defaults) | named
-    # vLLM's value for all tokens
-    if options["top_k"] == -1:
-        options["top_k"] = 0
+    options = _options(body, model)
+    options["top_k"] = all_if_negative(options["top_k"])
     prompt_logprobs = [body.prompt_logprobs] if body.prompt_logprobs is not None else []
     if form.echoes_logprobs and form.logprobs is not None:
         prompt_logprobs.append(form.logprobs)

@@ -125,9 +125,10 @@ class ServedModel:
             message = f"there is no model {name[:100]!r}: this server has the model {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def offsets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """For each token of each prompt, the number of characters before it."""
-        return await self._in_thread(lambda: [_offsets(self._encoder, prompt) for prompt in prompts])
+    async def offsets(self, prompts: Sequence[Sequence[int]], *, special_names: bool = False) -> list[list[int]]:
+        """For each token of each prompt, the number of characters before it in the text of `decode`."""
+        offsets = partial(_offsets, self._encoder, special_names=special_names)
+        return await self._in_thread(lambda: list(map(offsets, prompts)))
 
     def check(self, prompts: Iterable[Sequence[int]], param: str) -> None:
         """Raise ApiError 400 if a token is not in the vocabulary."""
@@ -180,8 +181,8 @@ class ServedModel:
             self.chat_template.close()
 
 
-def _offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    stream = TextStream(tokenizer)
+def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], *, special_names: bool) -> list[int]:
+    stream = TextStream(tokenizer, special_names=special_names)
     for token in prompt:
         stream.push(token)
     return stream.offsets

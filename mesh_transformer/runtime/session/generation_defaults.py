@@ -5,7 +5,7 @@ from typing import Any
 from mesh_transformer.checkpoint.open import GENERATION_CONFIG, Checkpoint
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
-from mesh_transformer.infer.requests import OPTIONS, SamplingOptions
+from mesh_transformer.infer.requests import OPTIONS, SamplingOptions, all_if_negative
 from mesh_transformer.logs import log
 
 # those that vLLM reads too; do_sample is not read: a temperature of 0 is greedy
@@ -33,6 +33,8 @@ def generation_defaults(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
                 raise ValueError(f"{name} must be a number; got {short(value)}")
             if OPTIONS[name].dtype == "int32" and not float(value).is_integer():
                 raise ValueError(f"{name} must be a whole number; got {value}")
+            if name == "top_k":
+                value = all_if_negative(value)
             options: dict[str, Any] = {name: value}
             SamplingOptions(**options)
         except ValueError as error:

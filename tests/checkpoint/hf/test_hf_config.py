@@ -68,6 +68,7 @@ def test_aliases_are_read(tmp_path) -> None:
     [
         ({"model_type": "whisper"}, "model_type is 'whisper': only gptj"),
         ({"model_type": "llama4"}, "model_type is 'llama4': this type cannot be read; near it are llama.* all [0-9]+"),
+        ({"model_type": "internlm3", "mlp_bias": True, "bias": False}, "bias false contradicts mlp_bias true"),
         ({**GOOD, "architectures": ["GPTJForSequenceClassification"]}, "its head is for sequence classification and"),
         ({"model_type": None}, "model_type is None"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06: only 1e-05"),

@@ -154,6 +154,9 @@ def test_special_tokens_have_names(chats):
     named = {**fields, "skip_special_tokens": False}
     assert answer(chats, COMPLETIONS, **named)["choices"][0]["text"] == "<|im_end|>" * 2
     assert answer(chats, CHAT, **named)["choices"][0]["message"]["content"] == "<|im_end|>" * 2
+    echoed = answer(chats, COMPLETIONS, **named, prompt=[*end, 97], echo=True, logprobs=0)["choices"][0]
+    assert echoed["text"] == f"<|im_end|>{chats.model.tokenizer.decode([97])}" + "<|im_end|>" * 2
+    assert echoed["logprobs"]["text_offset"][:2] == [0, len("<|im_end|>")]
 
 
 def test_token_ids_are_returned(server):
@@ -242,12 +245,19 @@ def test_bad_words_are_not_written(server):
 
 
 @pytest.mark.parametrize(
-    "others", [{"min_tokens": 2, "stop_token_ids": [100]}, {"bad_words": ["d"]}], ids=["stop tokens", "bad words"]
+    ("others", "param"),
+    [
+        ({"min_tokens": 2, "stop_token_ids": [100]}, "allowed_token_ids"),
+        ({"bad_words": ["d"]}, "allowed_token_ids"),
+        ({"bad_words": ["zd"]}, "allowed_token_ids"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+    ],
+    ids=["stop tokens", "a bad word", "the end of a bad word", "n-grams"],
 )
-def test_allowed_tokens_that_are_all_excluded_are_refused(server, others):
+def test_allowed_tokens_that_may_all_be_excluded_are_refused(server, others, param):
     """Token 0 would be sampled."""
     error = refusal(server.post({"prompt": "a", "allowed_token_ids": [100], **others}), 400)
-    assert error["param"] == "allowed_token_ids"
+    assert error["param"] == param
 
 
 @pytest.mark.parametrize(
