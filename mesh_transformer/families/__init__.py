@@ -88,11 +88,13 @@ class Alias(NamedTuple):
         family: the `model_type` of the family.
         keys: other names that its keys have there.
         defaults: of keys that such a config.json leaves out, where they are not those of the family.
+        ignored: keys that change nothing, such as the program on the hub that computes what the family does.
     """
 
     family: str
     keys: Mapping[str, str] = {}
     defaults: Mapping[str, Any] = {}
+    ignored: tuple[str, ...] = ()
 
 
 ALIASES: dict[str, Alias] = {
@@ -104,6 +106,7 @@ ALIASES: dict[str, Alias] = {
             "num_hidden_layers": 48, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 10240,
             "vocab_size": 128512, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
         },
+        ("auto_map",),
     ),
     "kimi_k2": Alias("deepseek_v3"),
     "ministral": Alias("mistral"),

@@ -19,6 +19,8 @@ class HunyuanDenseConfig(BiasedAttention):
     HF_IGNORED: ClassVar = (
         *("pretraining_tp", "add_classification_head", "attention_head_dim", "class_num", "cla_share_factor"),
         *("dense_list", "norm_type", "org_vocab_size", "pool_type", "use_cla", "use_qk_norm", "use_rotary_pos_emb"),
+        *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id", "mask_init_id", "pad_id"),
+        *("eod_token_id", "sep_token_id"),
     )
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 32,

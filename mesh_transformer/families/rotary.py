@@ -153,6 +153,10 @@ class RotaryConfig(ModelConfig):
             raise UserError(f"rope_parameters is {values!r:.60}: expected an object")
         rope = ConfigJson({**{name: value for name, value in given.items() if value is not None}, **values})
         kind = rope.take("rope_type", "type", default="default")
+        if kind == "dynamic":
+            # its base grows beyond max_position_embeddings, and no sequence here is longer
+            rope.number("factor", default=1.0)
+            kind = "default"
         scaling = {"default": "none", **cls.HF_SCALINGS}.get(kind, kind) if isinstance(kind, str) else ""
         if scaling not in cls.SCALINGS:
             names = ["default", *(name for name in cls.SCALINGS if name != "none")]

@@ -51,8 +51,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # a class of transformers for each alias; for kimi_k2 its code on the hub is DeepSeek-V3's
 OF_ALIASES = {
     "gpt-sw3": ("GPT2", hf_models.VARIANTS["gpt2"][1]),
-    "internlm3": ("Llama", {**hf_models.BASE, **hf_models.rope(), "num_key_value_heads": 2, "head_dim": 14,
-                                "attention_bias": True, "mlp_bias": True}),
+    "internlm3": ("Llama", {**hf_models.BASE, **hf_models.rope("dynamic", factor=6.0), "num_key_value_heads": 2,
+                                "head_dim": 14, "attention_bias": True, "mlp_bias": True}),
     "kimi_k2": hf_models.VARIANTS["deepseek_v3"],
     "ministral": ("Ministral", {**hf_models.BASE, **hf_models.rope(), "num_key_value_heads": 2, "head_dim": 14,
                                 "sliding_window": 9}),

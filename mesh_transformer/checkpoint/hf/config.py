@@ -82,6 +82,8 @@ def _in_names_of_the_family(config: dict[str, Any]) -> dict[str, Any]:
         return config
     renamed: dict[str, Any] = {}
     for name, value in config.items():
+        if name in alias.ignored:
+            continue
         other = renamed.setdefault(alias.keys.get(name, name), value)
         if other != value:
             raise UserError(f"{name} {short(value)} contradicts {alias.keys.get(name, name)} {short(other)}")
