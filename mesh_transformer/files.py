@@ -88,6 +88,11 @@ def exists(path: str) -> bool:
     return bool(_blob(path).exists(retry=_retry()))
 
 
+def is_file(path: str) -> bool:
+    """Whether a path (local or `gs://`) is a file, and no folder."""
+    return exists(path) if is_remote(path) else os.path.isfile(path)
+
+
 def size(path: str) -> int:
     """Size of a file (local or `gs://`), bytes.
 

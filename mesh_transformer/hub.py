@@ -14,11 +14,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mesh_transformer import liveness
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
+from mesh_transformer.gguf.parts import part_names
 from mesh_transformer.logs import log
 
 PREFIX = "hf://"
-FORM = "hf://ORG/NAME or hf://ORG/NAME@REVISION, such as hf://EleutherAI/pythia-70m@step3000"
+FORM = (
+    "hf://ORG/NAME or hf://ORG/NAME@REVISION, such as hf://EleutherAI/pythia-70m@step3000, or a GGUF file in it, "
+    "hf://ORG/NAME/FILE.gguf"
+)
 DATASETS = f"{PREFIX}datasets/"
 DATASET_FORM = f"{DATASETS}ORG/NAME, then @REVISION, /FOLDER, :SPLIT as needed, such as {DATASETS}org/name:train"
 TOKENIZER_FILES = (
@@ -39,9 +43,15 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*.sa
 _BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>{_PART}(?:/{_PART})*))?", re.ASCII)
-# of the page of a model, or of a revision's files
+# a revision in the name of a file has no slashes, but for refs/...
+_GGUF = re.compile(
+    rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>refs/(?:\w+/)?{_PART}|{_PART}))?/(?P<file>(?:{_PART}/)*{_PART}\.gguf)",
+    re.ASCII,
+)
+# of the page of a model, of a revision's files, or of one of them
 _ADDRESS = re.compile(
-    rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>{_PART}/{_PART})(?:/tree/(?P<revision>{_PART}))?/?",
+    rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>{_PART}/{_PART})"
+    rf"(?:/(?:tree|blob|resolve)/(?P<revision>{_PART})(?P<file>/(?:{_PART}/)*{_PART}\.gguf)?)?/?(?:\?download=true)?",
     re.ASCII,
 )
 
@@ -70,8 +80,9 @@ def as_name(path: str) -> str | None:
     address of a model. None for any other text, and for a path in a local folder that exists."""
     address = _ADDRESS.fullmatch(path)
     if address is not None:
-        return f"{PREFIX}{address['name']}" + (f"@{address['revision']}" if address["revision"] else "")
-    name = _NAME.fullmatch(path)
+        revision = f"@{address['revision']}" if address["revision"] else ""
+        return f"{PREFIX}{address['name']}{revision}{address['file'] or ''}"
+    name = _GGUF.fullmatch(path) or _NAME.fullmatch(path)
     local = os.path.exists(path) or os.path.exists(os.path.dirname(path))
     return None if name is None or "/" not in name["name"] or local else f"{PREFIX}{path}"
 
@@ -82,10 +93,32 @@ def parse(path: str) -> Repository:
     Raises:
         UserError: the name is malformed.
     """
-    match = _NAME.fullmatch(path.removeprefix(PREFIX))
+    match = _GGUF.fullmatch(path.removeprefix(PREFIX)) or _NAME.fullmatch(path.removeprefix(PREFIX))
     if match is None or ".." in path or "--" in match["name"]:
         raise UserError(f"{path[:200]!r} is not a name on the Hugging Face hub: expected {FORM}")
     return Repository(match["name"], match["revision"])
+
+
+def gguf_file(path: str) -> str | None:
+    """The file in its repository that `path` names, with or without hf://; None: it names a whole repository."""
+    match = _GGUF.fullmatch(path.removeprefix(PREFIX))
+    return None if match is None else match["file"]
+
+
+@functools.cache
+def downloaded_gguf(path: str) -> str:
+    """The local path of a GGUF file on the hub. It is downloaded with its other parts, and nothing else.
+
+    Raises:
+        UserError: as in `model_folder`, or the repository has no such file.
+    """
+    file = gguf_file(path)
+    assert file is not None
+    folder = _download(path, parse(path), part_names(file))
+    local = os.path.join(folder, file)
+    if not os.path.isfile(local):
+        raise UserError(f"{path}: the repository has no file {file}{_gguf_files(path)}")
+    return local
 
 
 @functools.cache
@@ -99,7 +132,7 @@ def model_folder(path: str, *, weights: bool = True) -> str:
     """
     folder = _description(path)
     if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise UserError(f"{path} has no config.json: expected a model in the format of transformers")
+        raise UserError(f"{path} has no config.json: expected a model in the format of transformers{_gguf_files(path)}")
     if not weights:
         return folder
     repository = parse(path)._replace(revision=os.path.basename(folder))
@@ -125,7 +158,7 @@ def tokenizer_folder(name: str) -> str:
 
 def forget() -> None:
     """Look names up anew from now on."""
-    for function in (model_folder, _description):
+    for function in (model_folder, downloaded_gguf, _description):
         function.cache_clear()
 
 
@@ -137,7 +170,11 @@ def pinned(path: str) -> str:
     """
     if not is_name(path):
         return path
-    return f"{PREFIX}{parse(path).name}@{os.path.basename(_description(path))}"
+    file = gguf_file(path)
+    if file is None:
+        return f"{PREFIX}{parse(path).name}@{os.path.basename(_description(path))}"
+    folder = downloaded_gguf(path).removesuffix(f"/{file}")
+    return f"{PREFIX}{parse(path).name}@{os.path.basename(folder)}/{file}"
 
 
 def check_push(path: str) -> None:
@@ -272,6 +309,20 @@ def _download(path: str, repository: Repository, patterns: Sequence[str]) -> str
         return huggingface_hub.snapshot_download(
             repository.name, revision=repository.revision, allow_patterns=list(patterns), tqdm_class=_bar()
         )
+
+
+def _gguf_files(path: str) -> str:
+    """What a message about a repository without the wanted file says of its GGUF files."""
+    import huggingface_hub
+
+    name, revision = parse(path)
+    try:
+        with _explained(path), liveness.service_call():
+            names = huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+    except UserError:
+        return ""
+    gguf = [file for file in names if file.endswith(".gguf")]
+    return f"; it has GGUF files, give one as hf://{name}/FILE: {listed(gguf, most=8)}" if gguf else ""
 
 
 @functools.cache

@@ -8,7 +8,9 @@ from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.identity import recorded_model
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
-from mesh_transformer.config import ModelConfig
+from mesh_transformer.config import ModelConfig, strict_json
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 class Folder:
@@ -83,6 +85,23 @@ class StoredCheckpoint:
     def hf_folder(self) -> Folder | None:
         """The folder with config.json and the tokenizer of the Hugging Face folder that it is or came from, if any."""
         return None
+
+    @property
+    def tokenizer(self) -> str | None:
+        """What `load_tokenizer` gets for the tokenizer that the checkpoint itself has, if it has no `hf_folder`."""
+        return None
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The sampling options that its authors propose, as in generation_config.json; empty: none.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        folder = self.hf_folder
+        if folder is None or GENERATION_CONFIG not in folder.names:
+            return {}
+        return strict_json.read_object(files.join(folder.path, GENERATION_CONFIG))
 
     def source(self, model: ModelConfig) -> TensorSource:
         """Its tensors; see `open.Checkpoint.source`."""

@@ -8,24 +8,22 @@ from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.classic.folder import step_numbers
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
+from mesh_transformer.checkpoint.gguf.format import GgufFile
 from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
-from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.logs import log
 
 # The first that finds a checkpoint decides. Native steps beside classic ones are of a run that was resumed from these.
-FORMATS: tuple[type[StoredCheckpoint], ...] = (HubModel, NativeStep, ClassicStep, HFFolder)
-
-
-GENERATION_CONFIG = "generation_config.json"
+FORMATS: tuple[type[StoredCheckpoint], ...] = (GgufFile, HubModel, NativeStep, ClassicStep, HFFolder)
 # what to do with a file that is given in place of a folder, by the end of its name
 _NO_FOLDERS = {
     ".safetensors": "give the folder that holds it, with config.json beside it",
     ".bin": "give the folder that holds it, with config.json beside it",
-    ".gguf": "GGUF files are not read; give the Hugging Face folder of the model",
+    ".gguf": "it does not begin as a GGUF file does; download it again",
     **dict.fromkeys((".tar", ".tgz", ".tar.gz", ".tar.zst", ".zip"), "unpack it, and give the folder"),
 }
 
@@ -43,8 +41,8 @@ class CheckpointTokenizer(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint by its path: a step folder, a run's folder (its newest step) or a Hugging Face folder, each local or
-    `gs://`, or a name on the hub, hf://ORG/NAME[@REVISION].
+    """A checkpoint by its path: a step folder, a run's folder (its newest step), a Hugging Face folder or a GGUF file,
+    each local or `gs://`, or a name on the hub, hf://ORG/NAME[@REVISION] or hf://ORG/NAME[@REVISION]/FILE.gguf.
 
     Nothing is read before it is asked for, and then it is read once: a checkpoint stays the step that was found first.
     Whoever has written to a path opens it anew.
@@ -121,6 +119,8 @@ class Checkpoint:
         """
         if self.config is not None and self.config["data"]["tokenizer"] is not None:
             return CheckpointTokenizer(self.config["data"]["tokenizer"])
+        if self._stored.tokenizer is not None:
+            return CheckpointTokenizer(self._stored.tokenizer, kept=True)
         origin, root = self._stored.hf_folder, split_step(self.path)[0]
         run = self._given if root == self._given.path else Folder(root)
         if origin is not None and _has_tokenizer(origin):
@@ -131,15 +131,12 @@ class Checkpoint:
 
     @functools.cached_property
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json of the Hugging Face folder that it is or came from; empty: there is none.
+        """What generation_config.json of the model that it is or came from says; empty: there is none.
 
         Raises:
             UserError: as above, or the file is no JSON object.
         """
-        folder = self._stored.hf_folder
-        if folder is None or GENERATION_CONFIG not in folder.names:
-            return {}
-        return strict_json.read_object(files.join(folder.path, GENERATION_CONFIG))
+        return self._stored.generation_config
 
     def source(self, model: ModelConfig) -> TensorSource:
         """Its tensors. Reads none of them. The weights of a name on the hub are downloaded.
@@ -226,12 +223,15 @@ def _missing(folder: Folder) -> UserError:
             f"{path} holds an adapter (adapter_config.json), not a whole model: merge it into its base model with "
             "PEFT's merge_and_unload and save_pretrained, and give that folder"
         )
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return UserError(f"{path} holds GGUF files: give one of them: {listed(gguf, most=8)}")
     root, _, name = path.rpartition("/")
     if not names and re.fullmatch(r"step_\d+", name) and (steps := finished_steps(root or ".")):
         return UserError(f"no {name} in {root or '.'}: it has {listed(steps)}")
     hint = "" if names or files.is_remote(path) else f"; a model on the Hugging Face hub is named {hub.FORM}"
     return UserError(
         f"no checkpoint in {path}{files.seen_from(path)}: expected the folder of a run or one of its step_N folders, a "
-        "classic step_N folder with shard_0 in it, or a Hugging Face folder with config.json and weights; found "
+        "classic step_N folder with shard_0 in it, a Hugging Face folder with config.json and weights, or a GGUF file; "
+        "found "
         f"{listed(names, most=8)}{hint}"
     )

@@ -7,6 +7,7 @@ something else (one array per layer, shards, other axes, no padding) converts wh
 requested slice and at most one other tensor.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -77,19 +78,31 @@ class TensorSource(Protocol):
         """
 
 
-class FileTensor(NamedTuple):
-    """One tensor of a local or `gs://` file, read in slices. `start` is the offset of its data in bytes."""
+class RowTensor:
+    """A tensor of a file, read in slices. A subclass has the fields, and reads rows: indices of the first dimension."""
 
     path: str
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    start: int
+
+    def read_rows(self, first: int, out: np.ndarray) -> None:
+        """Fill `out`, a contiguous array (rows, *sizes of a row), with the rows from `first` on.
+
+        Raises:
+            DamagedCheckpoint: the file is truncated.
+        """
+        raise NotImplementedError
 
     @property
     def n_bytes(self) -> int:
         """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row in bytes."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, index: Index) -> np.ndarray:
         """A slice, with the sizes of `index`.
@@ -116,27 +129,34 @@ class FileTensor(NamedTuple):
         Raises:
             DamagedCheckpoint: the file is truncated.
         """
-        step = max(1, min((limit or ROW_BLOCK_BYTES) // max(1, self._row_bytes), stop - first))
+        step = max(1, min((limit or ROW_BLOCK_BYTES) // max(1, self.row_bytes), stop - first))
         block = np.empty((step, *self.shape[1:]), self.dtype)
         for at in range(first, stop, step):
             rows = block[: stop - at]
             self.read_rows(at, rows)
             yield at, rows
 
-    def read_rows(self, first: int, out: np.ndarray) -> None:
-        """Fill `out`, a contiguous array (rows, *sizes of a row), with the rows from `first` on.
 
-        Raises:
-            DamagedCheckpoint: the file is truncated.
-        """
+@dataclasses.dataclass(frozen=True)
+class FileTensor(RowTensor):
+    """A tensor whose numbers are in a local or `gs://` file one after the other.
+
+    Args:
+        start: the offset of its data in bytes.
+    """
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+
+    def read_rows(self, first: int, out: np.ndarray) -> None:
+        """See `RowTensor`."""
         buffer = out.reshape(-1).view(np.uint8).data
-        found = files.read_into(self.path, self.start + first * self._row_bytes, buffer)
+        found = files.read_into(self.path, self.start + first * self.row_bytes, buffer)
         if found != len(buffer):
             raise DamagedCheckpoint(f"{self.path}: {self.name}: {len(buffer)} bytes expected, {found} found")
-
-    @property
-    def _row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def slots(source: TensorSource) -> set[str]:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, HfKeys, JsonObject
 from mesh_transformer.fields import (
     INT32_MAX,
@@ -54,6 +55,8 @@ class ModelConfig(HfKeys):
     """The first part of the names of all tensors but the head's."""
     HF_BUFFERS: ClassVar[str]
     """A regular expression for tensors in some files that are not parameters."""
+    GGUF: ClassVar[Gguf | None] = None
+    """How GGUF files hold the family's models; None: llama.cpp does not have them."""
     HF_END_OF_TEXT: ClassVar[int]
     """The token that ends a text, if the tokenizer does not define one."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.families.rotary import RotaryConfig
 from mesh_transformer.families.rows import bias_of, matrix_rows, model_rows, norm_rows
@@ -194,6 +195,7 @@ class LlamaConfig(BiasedLlama):
 
     HF_MODEL_TYPE: ClassVar = "llama"
     HF_ARCHITECTURE: ClassVar = "LlamaForCausalLM"
+    GGUF: ClassVar = Gguf("llama", rules=("permuted_heads",))
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     # transformers ignores it
     HF_IGNORED: ClassVar = ("pretraining_tp",)

@@ -3,6 +3,7 @@
 It writes one tensor for each expert, unless `save_pretrained` has `save_original_format=False`.
 """
 
+import dataclasses
 import re
 
 from mesh_transformer.checkpoint.tensors import FileTensor
@@ -48,5 +49,5 @@ def split_experts(stored: dict[str, FileTensor], model: WithExperts, where: str)
             expert, matrix = divmod(part, len(matrices))
             key = model.HF_MATRICES[matrices[matrix]]
             start = tensor.start + part * n_bytes
-            tensors[f"{module}{expert}.{key}.weight"] = tensor._replace(shape=shape, start=start)
+            tensors[f"{module}{expert}.{key}.weight"] = dataclasses.replace(tensor, shape=shape, start=start)
     return tensors

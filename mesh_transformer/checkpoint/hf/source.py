@@ -23,6 +23,7 @@ from mesh_transformer.checkpoint.identity import check_same_architecture, with_m
 from mesh_transformer.checkpoint.tensors import (
     FileTensor,
     Index,
+    RowTensor,
     TensorInfo,
     TensorSource,
     UpdateCounts,
@@ -67,23 +68,36 @@ class HFSource:
             UserError: the model is not supported or differs from `model`, or the folder is incomplete or damaged.
         """
         config = read_config(folder, text_only=text_only) if config is None else config
-        found = parse_model(config, f"{folder}/config.json")
+        recorded = parse_model(config, f"{folder}/config.json")
         if model is not None:
-            check_same_architecture(model, found, where=folder)
-        self.where, self.model = folder, model or found
-        self.counts, self.extra = UpdateCounts(0), with_model({}, found)
+            check_same_architecture(model, recorded, where=folder)
         stored = open_tensors(folder)
         if text_only:
             stored = text_tensors(stored, folder)
-        if isinstance(self.model, WithExperts):
-            stored = split_experts(stored, self.model, folder)
-        self._stored = _full_names(stored, self.model)
-        self._cached: tuple[FileTensor, np.ndarray] | None = None
+        if isinstance(recorded, WithExperts):
+            stored = split_experts(stored, recorded, folder)
+        # of a text model beside others, transformers reads the key beside its config
+        tied = (read_config(folder) if text_only else config).get("tie_word_embeddings") is True
+        self._set_up(folder, model or recorded, recorded, _full_names(stored, recorded), tied=tied)
+
+    def _set_up(
+        self, where: str, model: ModelConfig, recorded: ModelConfig, stored: Mapping[str, RowTensor], *, tied: bool
+    ) -> None:
+        """Check the tensors of a model.
+
+        Args:
+            recorded: the model that the files describe.
+            stored: by the names of `hf_tensors`.
+            tied: the table of tokens may be the head.
+        """
+        self.where, self.model = where, model
+        self.counts, self.extra = UpdateCounts(0), with_model({}, recorded)
+        self._stored = dict(stored)
+        self._cached: tuple[RowTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
         self._rows = {f"params/{row.parameter}": row for row in stacked_rows(self.model)}
-        # of a text model beside others, transformers reads the key beside its config
-        self._tie((read_config(folder) if text_only else config).get("tie_word_embeddings") is True)
+        self._tie(tied)
         self._check_names()
         self.tensors: Mapping[str, TensorInfo] = dict(self._infos())
 
@@ -141,7 +155,7 @@ class HFSource:
             with self._lock:
                 target[...] = import_tensor(row, self._whole(stored), shape)[unpadded]
 
-    def _transpose(self, out: np.ndarray, matrix: FileTensor, rows: slice, columns: slice) -> None:
+    def _transpose(self, out: np.ndarray, matrix: RowTensor, rows: slice, columns: slice) -> None:
         """Read rows and columns of the transpose of `matrix`, which is (columns, rows) in the file.
 
         A request for only some rows reads the whole matrix and caches it, because requests for the other rows follow.
@@ -154,7 +168,7 @@ class HFSource:
         with self._lock:
             copy_transposed(out, self._whole(matrix)[columns, rows])
 
-    def _whole(self, matrix: FileTensor) -> np.ndarray:
+    def _whole(self, matrix: RowTensor) -> np.ndarray:
         """A whole matrix. The next call reuses its memory: allocating new memory takes as long as reading the
         matrix."""
         if self._cached is None or self._cached[0] != matrix:
@@ -341,5 +355,5 @@ def _open(folder: str, name: str) -> dict[str, FileTensor]:
     return torch_file.read_tensors(path)
 
 
-def _as_matrix(buffer: np.ndarray, matrix: FileTensor) -> np.ndarray:
+def _as_matrix(buffer: np.ndarray, matrix: RowTensor) -> np.ndarray:
     return buffer[: matrix.n_bytes].view(matrix.dtype).reshape(matrix.shape)

@@ -19,6 +19,8 @@ from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT, ByteTokenizer,
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
+from mesh_transformer.gguf.header import has_magic
+from mesh_transformer.gguf.parts import open_parts
 
 # replaces bytes that are not UTF-8
 UNKNOWN = "\ufffd"
@@ -169,6 +171,8 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     if spec is None and folder is not None and has_tokenizer(folder):
         spec = folder
     spec = spec or "gpt2"
+    if is_gguf(spec):
+        return _from_gguf(hub.downloaded_gguf(spec) if hub.is_name(spec) else spec, spec)
     if hub.is_name(spec):
         return _from_folder(_download(spec), spec)
     if is_remote(spec):
@@ -180,6 +184,32 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     if spec.startswith((".", "/", "~")):
         raise UserError(f"no such tokenizer folder: {spec}; {_WAY_OUT}")
     return _from_folder(_download(spec), spec)
+
+
+def is_gguf(spec: str) -> bool:
+    """Whether a tokenizer's name is a GGUF file, local, `gs://` or on the hub. Of a local file its bytes decide."""
+    if hub.is_name(spec) or is_remote(spec):
+        return spec.endswith(".gguf")
+    return os.path.isfile(spec) and has_magic(spec)
+
+
+def _from_gguf(path: str, name: str) -> HubTokenizer:
+    """The tokenizer in a GGUF file, or, if its splitting is not known, the one in the file's folder."""
+    from mesh_transformer.gguf.tokens import tokenizer_files
+
+    folder = os.path.dirname(path)
+    try:
+        contents = tokenizer_files(open_parts(path))
+    except UserError:
+        if is_remote(path) or not has_tokenizer(folder):
+            raise
+        return _from_folder(folder, folder)
+    if not contents:
+        raise UserError(f"{name} has no tokenizer; {_WAY_OUT}")
+    with tempfile.TemporaryDirectory() as made:
+        for file, content in contents.items():
+            files.replace(join(made, file), content)
+        return _from_folder(made, name)
 
 
 def warn_of_more_ids(tokenizer: Tokenizer, n_vocab: int) -> None:
@@ -206,6 +236,13 @@ def save_tokenizer(spec: str, folder: str) -> None:
     """
     if spec == "bytes":
         for name, content in ByteTokenizer.files().items():
+            files.replace(join(folder, name), content)
+        return
+    if is_gguf(spec):
+        from mesh_transformer.gguf.tokens import tokenizer_files
+
+        header = open_parts(hub.downloaded_gguf(spec) if hub.is_name(spec) else spec)
+        for name, content in tokenizer_files(header).items():
             files.replace(join(folder, name), content)
         return
     source = spec if is_remote(spec) or os.path.isdir(spec) else _download(spec)

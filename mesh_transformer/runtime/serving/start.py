@@ -22,6 +22,7 @@ from mesh_transformer import hub, logs, platforms
 from mesh_transformer.checkpoint.open import Checkpoint, split_step
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
+from mesh_transformer.gguf.parts import stem
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.accept import SPARE_CONNECTIONS, Server, raise_file_limit
 from mesh_transformer.runtime.serving.access import BoundedConnection
@@ -253,7 +254,9 @@ def _unnamed(config_path: str | None, checkpoint: str) -> str:
     """The name of a model whose config has no name."""
     if config_path:
         return Path(config_path).stem
-    return hub.parse(checkpoint).name if hub.is_name(checkpoint) else Path(split_step(checkpoint)[0]).name
+    if hub.is_name(checkpoint) and hub.gguf_file(checkpoint) is None:
+        return hub.parse(checkpoint).name
+    return stem(split_step(checkpoint)[0])
 
 
 def is_loopback(listener: socket.socket) -> bool:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mesh_transformer.checkpoint.open import GENERATION_CONFIG, Checkpoint
+from mesh_transformer.checkpoint.format import GENERATION_CONFIG
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.requests import OPTIONS, SamplingOptions, all_if_negative

@@ -1,0 +1,219 @@
+"""The tokenizer in the metadata of a GGUF file, as the files of a Hugging Face tokenizer.
+
+Byte pairs ("gpt2" in `tokenizer.ggml.model`) and SentencePiece's pieces with scores ("llama") are read.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.errors import UserError, listed
+from mesh_transformer.gguf.header import Header
+from mesh_transformer.gguf.splits import SPLITS, pre_tokenizer
+
+# the types of tokens in ggml
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# what SentencePiece's files leave out, as llama.cpp assumes it (src/llama-vocab.cpp)
+_PIECES = {"bos": 1, "eos": 2, "unk": 0}
+# control tokens that end an answer in llama.cpp, whatever the metadata say (src/llama-vocab.cpp, special_eog_ids)
+_ENDS = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+    "[EOT]", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|endofturn|>",
+})  # fmt: skip
+_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "penalty_repeat": "repetition_penalty"}
+_SPACE = "▁"
+
+
+def generation_config(header: Header) -> dict[str, Any]:
+    """generation_config.json: the tokens that begin and end a text, and the sampling options that the file proposes."""
+    ids, tokens = _ids(header), header.metadata.get("tokenizer.ggml.tokens", [])
+    types = _types(header, len(tokens))
+    others = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    named = [id for id, token in enumerate(tokens) if token in _ENDS and types[id] in (_CONTROL, _USER_DEFINED)]
+    ends = [id for id in dict.fromkeys([ids.get("eos"), *others, *named]) if type(id) is int and 0 <= id < len(tokens)]
+    proposed = {ours: header.metadata.get(f"general.sampling.{name}") for name, ours in _SAMPLING.items()}
+    return {
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        **{name: value for name, value in proposed.items() if value is not None},
+    }
+
+
+def tokenizer_files(header: Header) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and generation_config.json by name; empty: the file has no tokenizer.
+
+    Raises:
+        UserError: the tokenizer is not supported, or damaged.
+    """
+    metadata = header.metadata
+    kind = metadata.get("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        return {}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or len(tokens) < 2:
+        raise UserError(f"{header.path}: its tokenizer has no tokens")
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        twice = next(token for id, token in enumerate(tokens) if vocabulary[token] != id)
+        raise UserError(f"{header.path}: its tokenizer has the token {twice!r:.80} twice")
+    if kind == "gpt2":
+        definition, begins = _byte_pairs(header, vocabulary)
+    elif kind == "llama":
+        definition, begins = _pieces(header, vocabulary)
+    else:
+        raise _other(header, f"tokenizer.ggml.model is {kind!r:.40}: only gpt2 and llama can be read")
+    ids, types = _ids(header), _types(header, len(tokens))
+    special = {_CONTROL, _UNKNOWN} if kind == "llama" else {_CONTROL}
+    added = [
+        {
+            "id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": types[id] in special,
+        }
+        for id, token in enumerate(tokens)
+        if types[id] in special | {_USER_DEFINED}
+    ]  # fmt: skip
+    around = _around(header, ids, tokens, begins=begins)
+    whole = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **definition,
+        "post_processor": around,
+    }  # fmt: skip
+    return {
+        "tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
+        "tokenizer_config.json": json.dumps(_config(header, ids, tokens), ensure_ascii=False, indent=2).encode(),
+        "generation_config.json": json.dumps(generation_config(header), indent=2).encode(),
+    }
+
+
+def _byte_pairs(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
+    name = header.metadata.get("tokenizer.ggml.pre")
+    split = SPLITS.get(str(name))
+    if split is None:
+        raise _other(header, f"tokenizer.ggml.pre is {name!r:.40}: how it splits words is not known")
+    merges = header.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise _other(header, "its tokenizer has no merges")
+    pairs = [_pair(header, merge, vocabulary) for merge in merges]
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": split.whole_words,
+        "vocab": vocabulary, "merges": pairs,
+    }  # fmt: skip
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    normalizer = None if split.normalizer is None else {"type": split.normalizer}
+    return {
+        "normalizer": normalizer, "pre_tokenizer": pre_tokenizer(split), "decoder": bytes_, "model": model,
+    }, split.begins  # fmt: skip
+
+
+def _pair(header: Header, merge: str, vocabulary: Mapping[str, int]) -> list[str]:
+    """The two sides of a merge. A side may have a space itself, as in GLM-4's."""
+    at = merge.find(" ", 1)
+    while at > 0:
+        left, right = merge[:at], merge[at + 1 :]
+        if left in vocabulary and right in vocabulary and left + right in vocabulary:
+            return [left, right]
+        at = merge.find(" ", at + 1)
+    raise UserError(f"{header.path}: the merge {merge!r:.80} of its tokenizer does not join two tokens to a third")
+
+
+def _pieces(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
+    """SentencePiece's pieces. Of two merges the one to the piece with the higher score comes first."""
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary):
+        raise _other(header, "its tokenizer has no score for each token")
+    types = _types(header, len(vocabulary))
+    normal = {token for token, id in vocabulary.items() if types[id] not in (_CONTROL, _UNKNOWN, _BYTE)}
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token in normal:
+        score = float(scores[vocabulary[token]])
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in normal and right in normal:
+                merges.append((-score, -len(left), -len(right), left, right))
+    merges.sort()
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    normalizers = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefix else [replace]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]  # fmt: skip
+    unknown = _ids(header).get("unk", 0)
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": list(vocabulary)[unknown], "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+        "vocab": vocabulary, "merges": [[left, right] for *_, left, right in merges],
+    }  # fmt: skip
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders}, "model": model,
+    }, True  # fmt: skip
+
+
+def _around(header: Header, ids: Mapping[str, int], tokens: Sequence[str], *, begins: bool) -> dict[str, Any] | None:
+    """The start and end tokens around a text."""
+    wanted = {
+        name: header.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+        for name, default in (("bos", begins), ("eos", False))
+    }
+    names = [name for name in ("bos", "eos") if wanted[name] is True and name in ids]
+    if not names:
+        return None
+    token = {name: {"SpecialToken": {"id": tokens[ids[name]], "type_id": 0}} for name in names}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [*([token["bos"]] if "bos" in token else []), text, *([token["eos"]] if "eos" in token else [])]
+    return {
+        "type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            tokens[ids[name]]: {"id": tokens[ids[name]], "ids": [ids[name]], "tokens": [tokens[ids[name]]]}
+            for name in names
+        },
+    }  # fmt: skip
+
+
+def _config(header: Header, ids: Mapping[str, int], tokens: Sequence[str]) -> dict[str, Any]:
+    """tokenizer_config.json: the names of special tokens, and the chat templates."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{f"{name}_token": tokens[id] for name, id in ids.items()},
+    }
+    template = header.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        tools = header.metadata.get("tokenizer.chat_template.tool_use")
+        both = [{"name": "default", "template": template}, {"name": "tool_use", "template": tools}]
+        config["chat_template"] = both if isinstance(tools, str) else template
+    return config
+
+
+def _ids(header: Header) -> dict[str, int]:
+    """The special tokens by their names in tokenizer_config.json."""
+    count = len(header.metadata.get("tokenizer.ggml.tokens", []))
+    assumed = _PIECES if header.metadata.get("tokenizer.ggml.model") == "llama" else {}
+    ids = {name: header.metadata.get(f"tokenizer.ggml.{key}_token_id", assumed.get(name)) for name, key in _IDS.items()}
+    for name, id in ids.items():
+        if id is not None and not (type(id) is int and 0 <= id < count):
+            raise UserError(f"{header.path}: its {name} token is {id!r:.40}, and it has {count} tokens")
+    return {name: id for name, id in ids.items() if id is not None}
+
+
+def _types(header: Header, count: int) -> Sequence[int]:
+    """The type of each token."""
+    types = header.metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        return [1] * count
+    if not isinstance(types, np.ndarray) or len(types) != count:
+        raise UserError(f"{header.path}: its tokenizer has no type for each token")
+    numbers: list[int] = types.tolist()
+    return numbers
+
+
+def _other(header: Header, reason: str) -> UserError:
+    known = listed(sorted(SPLITS), most=99)
+    return UserError(
+        f"{header.path}: {reason}; name the model's own tokenizer with --set data.tokenizer=FOLDER (or --tokenizer "
+        f"FOLDER), or put its tokenizer.json beside the file. Known splittings: {known}"
+    )
