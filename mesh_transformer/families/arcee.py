@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.llama import GATED, BiasedLlama
 from mesh_transformer.families.rows import matrix_rows
@@ -15,6 +16,7 @@ class ArceeConfig(BiasedLlama):
 
     HF_MODEL_TYPE: ClassVar = "arcee"
     HF_ARCHITECTURE: ClassVar = "ArceeForCausalLM"
+    GGUF: ClassVar = Gguf("arcee", rules=("permuted_heads",))
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 128001
     HF_FIXED: ClassVar = {"hidden_act": Only("relu2")}

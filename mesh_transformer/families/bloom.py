@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from mesh_transformer.families.base import HF_ACTIVATIONS, ActivationName
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
@@ -16,6 +17,7 @@ class BloomConfig(Gpt2Like):
 
     HF_MODEL_TYPE: ClassVar = "bloom"
     HF_ARCHITECTURE: ClassVar = "BloomForCausalLM"
+    GGUF: ClassVar = Gguf("bloom", rules=("parts_of_qkv",), names={r"^transformer\.": ""})
     HF_BUFFERS: ClassVar = "(?!)"
     HF_END_OF_TEXT: ClassVar = 2
     HF_ROWS: ClassVar = {

@@ -4,6 +4,7 @@ norm; layers without a window have no rotary encoding."""
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.layer_types import SLIDING, WithLayerTypes
 from mesh_transformer.families.llama import BiasedAttention
@@ -17,6 +18,7 @@ class Cohere2Config(BiasedAttention, WithLayerTypes):
 
     HF_MODEL_TYPE: ClassVar = "cohere2"
     HF_ARCHITECTURE: ClassVar = "Cohere2ForCausalLM"
+    GGUF: ClassVar = Gguf("cohere2", fields={"logit_scale": "logit_scale"})
     HF_END_OF_TEXT: ClassVar = 255001
     FULL_EVERY: ClassVar = 4
     HF_ROWS: ClassVar = {**BiasedAttention.HF_ROWS, "norm_eps": Hf("layer_norm_eps")}

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import GroupedExperts
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.rotary import yarn_factor
 from mesh_transformer.families.rows import bias_of
@@ -153,6 +154,7 @@ class DeepSeekV2Config(DeepSeekLike):
 
     HF_MODEL_TYPE: ClassVar = "deepseek_v2"
     HF_ARCHITECTURE: ClassVar = "DeepseekV2ForCausalLM"
+    GGUF: ClassVar = Gguf("deepseek2", assumed={"router_normalize": False}, split_kv_b=True)
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 100001
     HF_ROWS: ClassVar = {**DeepSeekLike.HF_ROWS, "router_normalize": None}

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.deepseek_v2 import DeepSeekLike
 from mesh_transformer.families.experts import SigmoidExperts
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.fields import Switch
 
@@ -13,6 +14,10 @@ class DeepSeekV3Config(DeepSeekLike, SigmoidExperts):
 
     HF_MODEL_TYPE: ClassVar = "deepseek_v3"
     HF_ARCHITECTURE: ClassVar = "DeepseekV3ForCausalLM"
+    GGUF: ClassVar = Gguf(
+        "deepseek2", needs="exp_probs_b.bias", assumed={"router_normalize": False}, split_kv_b=True,
+        names={"e_score_correction_bias": "e_score_correction.bias"},
+    )  # fmt: skip
     HF_END_OF_TEXT: ClassVar = 1
     # transformers takes them for granted
     HF_FIXED: ClassVar = {

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.layer_types import SLIDING, WithLayerTypes
 from mesh_transformer.fields import Count, Derived, Positive, Unit
@@ -17,6 +18,7 @@ class Exaone4Config(WithLayerTypes):
 
     HF_MODEL_TYPE: ClassVar = "exaone4"
     HF_ARCHITECTURE: ClassVar = "Exaone4ForCausalLM"
+    GGUF: ClassVar = Gguf("exaone4")
     FULL_EVERY: ClassVar = 4
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 32,

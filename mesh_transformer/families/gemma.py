@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.fields import Switch
@@ -35,6 +36,7 @@ class GemmaConfig(GemmaLike):
 
     HF_MODEL_TYPE: ClassVar = "gemma"
     HF_ARCHITECTURE: ClassVar = "GemmaForCausalLM"
+    GGUF: ClassVar = Gguf("gemma", rules=("norm_plus_one",))
     # transformers takes gelu for its tanh form here, as the first files say gelu
     HF_FIXED: ClassVar = {"hidden_act": Only("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")}
     # an older name of hidden_act, which transformers 5 ignores

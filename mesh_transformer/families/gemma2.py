@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.gemma import GemmaLike
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.layer_types import WithLayerTypes
 from mesh_transformer.fields import Count, Derived, Dims, Positive, Unit
@@ -51,6 +52,7 @@ class Gemma2Config(Gemma2Like):
 
     HF_MODEL_TYPE: ClassVar = "gemma2"
     HF_ARCHITECTURE: ClassVar = "Gemma2ForCausalLM"
+    GGUF: ClassVar = Gguf("gemma2", rules=("norm_plus_one",), assumed={"window": 4096}, wide_queries=46)
     FULL_EVERY: ClassVar = 2
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 26,

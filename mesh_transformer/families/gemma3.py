@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.gemma2 import Gemma2Like
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Only
 from mesh_transformer.families.layer_types import WithLocalRotary
 from mesh_transformer.fields import Count, Derived, Positive, Unit
@@ -15,6 +16,7 @@ class Gemma3Config(Gemma2Like, WithLocalRotary):
 
     HF_MODEL_TYPE: ClassVar = "gemma3_text"
     HF_ARCHITECTURE: ClassVar = "Gemma3ForCausalLM"
+    GGUF: ClassVar = Gguf("gemma3", rules=("norm_plus_one",), wide_queries=62)
     FULL_EVERY: ClassVar = 6
     HF_LOCAL_BASE: ClassVar = "rope_local_base_freq"
     # transformers reads the first one and never uses it

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.families.rotary import PartlyRotary
@@ -15,6 +16,7 @@ class Glm4Config(LlamaLike, PartlyRotary):
 
     HF_MODEL_TYPE: ClassVar = "glm4"
     HF_ARCHITECTURE: ClassVar = "Glm4ForCausalLM"
+    GGUF: ClassVar = Gguf("glm4")
     HF_END_OF_TEXT: ClassVar = 151329
     HF_FUSED_GATE: ClassVar = True
     # their default is outside of a small vocabulary

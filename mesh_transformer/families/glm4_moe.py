@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.experts import SigmoidExperts
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.rotary import PartlyRotary
 from mesh_transformer.fields import Positive, Switch
@@ -15,6 +16,7 @@ class Glm4MoeConfig(SigmoidExperts, PartlyRotary):
 
     HF_MODEL_TYPE: ClassVar = "glm4_moe"
     HF_ARCHITECTURE: ClassVar = "Glm4MoeForCausalLM"
+    GGUF: ClassVar = Gguf("glm4moe", names={"e_score_correction_bias": "e_score_correction.bias"})
     HF_END_OF_TEXT: ClassVar = 151329
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 46,

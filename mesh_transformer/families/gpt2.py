@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
 from mesh_transformer.fields import Positive, Switch
@@ -79,6 +80,7 @@ class Gpt2Config(Gpt2Like):
 
     HF_MODEL_TYPE: ClassVar = "gpt2"
     HF_ARCHITECTURE: ClassVar = "GPT2LMHeadModel"
+    GGUF: ClassVar = Gguf("gpt2", rules=("transposed",))
     HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"
     HF_DEFAULTS: ClassVar = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
     HF_ROWS: ClassVar = GPT2_ROWS

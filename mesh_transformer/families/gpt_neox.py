@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.rotary import part_of_head
 from mesh_transformer.families.rows import matrix_rows, model_rows, norm_rows
@@ -18,6 +19,7 @@ class GptNeoXConfig(ModelConfig):
 
     HF_MODEL_TYPE: ClassVar = "gpt_neox"
     HF_ARCHITECTURE: ClassVar = "GPTNeoXForCausalLM"
+    GGUF: ClassVar = Gguf("gptneox", rules=("parts_of_qkv",))
     HF_BUFFERS: ClassVar = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     HF_PREFIX: ClassVar = "gpt_neox."
     HF_D_HEAD_FIXED: ClassVar = True

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import BiasedLlama
 from mesh_transformer.fields import Derived, Positive
@@ -14,6 +15,13 @@ class GraniteConfig(BiasedLlama):
 
     HF_MODEL_TYPE: ClassVar = "granite"
     HF_ARCHITECTURE: ClassVar = "GraniteForCausalLM"
+    GGUF: ClassVar = Gguf(
+        "granite", rules=("permuted_heads",),
+        fields={
+            "attention.scale": "attention_scale", "embedding_scale": "embed_scale", "residual_scale": "residual_scale",
+            "logit_scale": "logit_divisor",
+        },
+    )  # fmt: skip
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 32,
         "hidden_size": 4096,

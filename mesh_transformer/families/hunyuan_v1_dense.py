@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.fields import Positive
@@ -15,6 +16,7 @@ class HunyuanDenseConfig(BiasedAttention):
 
     HF_MODEL_TYPE: ClassVar = "hunyuan_v1_dense"
     HF_ARCHITECTURE: ClassVar = "HunYuanDenseV1ForCausalLM"
+    GGUF: ClassVar = Gguf("hunyuan-dense")
     # transformers ignores them
     HF_IGNORED: ClassVar = (
         *("pretraining_tp", "add_classification_head", "attention_head_dim", "class_num", "cla_share_factor"),

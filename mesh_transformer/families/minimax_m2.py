@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.rotary import PartlyRotary
 from mesh_transformer.spec import AttentionSpec, RouterSpec
@@ -18,6 +19,7 @@ class MiniMaxM2Config(WithExperts, PartlyRotary):
 
     HF_MODEL_TYPE: ClassVar = "minimax_m2"
     HF_ARCHITECTURE: ClassVar = "MiniMaxM2ForCausalLM"
+    GGUF: ClassVar = Gguf("minimax-m2", names={"e_score_correction_bias": "e_score_correction.bias"})
     HF_END_OF_TEXT: ClassVar = 200020
     HF_MODULE: ClassVar = "block_sparse_moe"
     HF_MATRICES: ClassVar = {"gate": "w1", "in": "w3", "out": "w2"}

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.mistral import MistralConfig
 
@@ -12,6 +13,10 @@ class MixtralConfig(WithExperts, MistralConfig):
 
     HF_MODEL_TYPE: ClassVar = "mixtral"
     HF_ARCHITECTURE: ClassVar = "MixtralForCausalLM"
+    GGUF: ClassVar = Gguf(
+        "llama", needs="expert_count", rules=("permuted_heads",),
+        names={r"model\.(layers\.\d+\.)block_sparse_moe\.experts\.": r"\1feed_forward.experts."},
+    )  # fmt: skip
     HF_MODULE: ClassVar = "block_sparse_moe"
     HF_MATRICES: ClassVar = {"gate": "w1", "in": "w3", "out": "w2"}
     HF_ROWS: ClassVar = {**MistralConfig.HF_ROWS, "n_experts": Hf("num_local_experts")}

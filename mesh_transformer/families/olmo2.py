@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.fields import Positive
@@ -43,6 +44,7 @@ class Olmo2Config(Olmo2Like):
 
     HF_MODEL_TYPE: ClassVar = "olmo2"
     HF_ARCHITECTURE: ClassVar = "Olmo2ForCausalLM"
+    GGUF: ClassVar = Gguf("olmo2")
 
     family: Literal["olmo2"] = "olmo2"
     """model family: a file in mesh_transformer/families"""

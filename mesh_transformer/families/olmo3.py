@@ -2,6 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.layer_types import WithLocalRotary
 from mesh_transformer.families.olmo2 import Olmo2Like
 from mesh_transformer.fields import Count, Derived, Unit
@@ -12,6 +13,7 @@ class Olmo3Config(Olmo2Like, WithLocalRotary):
 
     HF_MODEL_TYPE: ClassVar = "olmo3"
     HF_ARCHITECTURE: ClassVar = "Olmo3ForCausalLM"
+    GGUF: ClassVar = Gguf("olmo2", needs="attention.sliding_window")
     FULL_EVERY: ClassVar = 4
     HF_DEFAULTS: ClassVar = {**Olmo2Like.HF_DEFAULTS, "sliding_window": 4096, "rope_theta": 500000.0}
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import AttentionSpec, RouterSpec
@@ -14,6 +15,7 @@ class OlmoeConfig(WithExperts):
 
     HF_MODEL_TYPE: ClassVar = "olmoe"
     HF_ARCHITECTURE: ClassVar = "OlmoeForCausalLM"
+    GGUF: ClassVar = Gguf("olmoe", assumed={"router_normalize": False})
     HF_D_HEAD_FIXED: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 50279
     HF_DEFAULTS: ClassVar = {

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf
 from mesh_transformer.families.llama import fused_rows
 from mesh_transformer.families.mistral import MistralLike
@@ -21,6 +22,7 @@ class Phi3Config(MistralLike, PartlyRotary):
 
     HF_MODEL_TYPE: ClassVar = "phi3"
     HF_ARCHITECTURE: ClassVar = "Phi3ForCausalLM"
+    GGUF: ClassVar = Gguf("phi3")
     HF_END_OF_TEXT: ClassVar = 32000
     HF_FUSED_GATE: ClassVar = True
     # of files for their own code

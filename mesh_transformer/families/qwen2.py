@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import CountOrZero, Tokens, Unit
@@ -81,6 +82,7 @@ class Qwen2Config(QwenLike):
 
     HF_MODEL_TYPE: ClassVar = "qwen2"
     HF_ARCHITECTURE: ClassVar = "Qwen2ForCausalLM"
+    GGUF: ClassVar = Gguf("qwen2")
 
     family: Literal["qwen2"] = "qwen2"
     """model family: a file in mesh_transformer/families"""

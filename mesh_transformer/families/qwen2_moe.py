@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import SomeDense
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims
 from mesh_transformer.spec import AttentionSpec, ExpertsSpec
@@ -51,6 +52,7 @@ class Qwen2MoeConfig(QwenExperts):
 
     HF_MODEL_TYPE: ClassVar = "qwen2_moe"
     HF_ARCHITECTURE: ClassVar = "Qwen2MoeForCausalLM"
+    GGUF: ClassVar = Gguf("qwen2moe", assumed={"router_normalize": False})
     HF_FIXED: ClassVar = {**QwenExperts.HF_FIXED, "qkv_bias": Only(True, written=False)}
     HF_DEFAULTS: ClassVar = {
         **QwenExperts.HF_DEFAULTS,

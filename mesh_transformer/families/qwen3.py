@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.families.qwen2 import QwenLike
 from mesh_transformer.spec import AttentionSpec
@@ -13,6 +14,7 @@ class Qwen3Config(BiasedAttention, QwenLike):
 
     HF_MODEL_TYPE: ClassVar = "qwen3"
     HF_ARCHITECTURE: ClassVar = "Qwen3ForCausalLM"
+    GGUF: ClassVar = Gguf("qwen3")
     HF_DEFAULTS: ClassVar = {**QwenLike.HF_DEFAULTS, "head_dim": 128}
 
     family: Literal["qwen3"] = "qwen3"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Only
 from mesh_transformer.families.llama import BiasedAttention
 from mesh_transformer.families.qwen2_moe import QwenExperts
@@ -14,6 +15,7 @@ class Qwen3MoeConfig(BiasedAttention, QwenExperts):
 
     HF_MODEL_TYPE: ClassVar = "qwen3_moe"
     HF_ARCHITECTURE: ClassVar = "Qwen3MoeForCausalLM"
+    GGUF: ClassVar = Gguf("qwen3moe", assumed={"router_normalize": True})
     # of Qwen3-Coder; transformers ignores it
     HF_FIXED: ClassVar = {**QwenExperts.HF_FIXED, "use_qk_norm": Only(True, written=False)}
     HF_DEFAULTS: ClassVar = {

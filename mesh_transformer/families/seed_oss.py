@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import BiasedLlama
 from mesh_transformer.fields import Switch
@@ -14,6 +15,7 @@ class SeedOssConfig(BiasedLlama):
 
     HF_MODEL_TYPE: ClassVar = "seed_oss"
     HF_ARCHITECTURE: ClassVar = "SeedOssForCausalLM"
+    GGUF: ClassVar = Gguf("seed_oss")
     # transformers ignores it
     HF_IGNORED: ClassVar = ("pretraining_tp",)
     HF_WRITTEN: ClassVar = {**BiasedLlama.HF_WRITTEN, "residual_dropout": 0.0}

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.layer_types import FULL, as_every, every, one_of
 from mesh_transformer.families.llama import BiasedLlama
@@ -21,6 +22,7 @@ class SmolLM3Config(BiasedLlama):
 
     HF_MODEL_TYPE: ClassVar = "smollm3"
     HF_ARCHITECTURE: ClassVar = "SmolLM3ForCausalLM"
+    GGUF: ClassVar = Gguf("smollm3", rules=("permuted_heads",), assumed={"no_rotary_every": 4})
     HF_END_OF_TEXT: ClassVar = 128001
     HF_FIXED: ClassVar = {**BiasedLlama.HF_FIXED, "use_sliding_window": Only(False)}
     # without windows the first two have no effect; transformers ignores the last

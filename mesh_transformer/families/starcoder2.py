@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName
+from mesh_transformer.families.gguf_rows import Gguf
 from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.mistral import MistralLike
 from mesh_transformer.families.rows import matrix_rows
@@ -16,6 +17,7 @@ class Starcoder2Config(MistralLike):
 
     HF_MODEL_TYPE: ClassVar = "starcoder2"
     HF_ARCHITECTURE: ClassVar = "Starcoder2ForCausalLM"
+    GGUF: ClassVar = Gguf("starcoder2")
     HF_END_OF_TEXT: ClassVar = 50256
     HF_ROWS: ClassVar = {**MistralLike.HF_ROWS, "norm_eps": Hf("norm_epsilon")}
     # of the released files; transformers ignores them
