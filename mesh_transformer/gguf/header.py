@@ -8,13 +8,14 @@ import functools
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
 
+T = TypeVar("T")
 MAGIC = b"GGUF"
 # vocabularies are in the header: 256,000 tokens and their merges have 10 MB
 MAX_HEADER_BYTES = 256 << 20
@@ -25,6 +26,10 @@ MAX_BYTES = 1 << 50
 MAX_ALIGNMENT = 1 << 20
 _FIRST_BYTES = 1 << 20
 _ARRAY, _STRING, _BOOL = 9, 8, 7
+_WORDS: Mapping[type, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts",
+    np.ndarray: "a list of numbers",
+}  # fmt: skip
 _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
@@ -76,6 +81,25 @@ class Header(NamedTuple):
     path: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+
+    def get(self, key: str, kind: type[T], default: Any = None) -> T | Any:
+        """The value of a key; `default`: the file does not have it.
+
+        Args:
+            kind: str, int, float (whole numbers too), bool, list (of strings) or np.ndarray.
+
+        Raises:
+            UserError: it is of another kind.
+        """
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        kinds: tuple[type, ...] = (int, float) if kind is float else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(f"{self.path}: {key} is {value!r:.60}: expected {_WORDS[kind]}")
+        if kind is float and not math.isfinite(self.metadata[key]):
+            raise UserError(f"{self.path}: {key} is {value}: expected a finite number")
+        return value
 
 
 @functools.cache

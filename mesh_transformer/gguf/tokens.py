@@ -25,16 +25,17 @@ _ENDS = frozenset({
 })  # fmt: skip
 _SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "penalty_repeat": "repetition_penalty"}
 _SPACE = "▁"
+_MODEL, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 
 
 def generation_config(header: Header) -> dict[str, Any]:
     """generation_config.json: the tokens that begin and end a text, and the sampling options that the file proposes."""
-    ids, tokens = _ids(header), header.metadata.get("tokenizer.ggml.tokens", [])
+    ids, tokens = _ids(header), header.get(_TOKENS, list, [])
     types = _types(header, len(tokens))
-    others = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    others = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eot", "eom")]
     named = [id for id, token in enumerate(tokens) if token in _ENDS and types[id] in (_CONTROL, _USER_DEFINED)]
-    ends = [id for id in dict.fromkeys([ids.get("eos"), *others, *named]) if type(id) is int and 0 <= id < len(tokens)]
-    proposed = {ours: header.metadata.get(f"general.sampling.{name}") for name, ours in _SAMPLING.items()}
+    ends = [id for id in dict.fromkeys([ids.get("eos"), *others, *named]) if id is not None and 0 <= id < len(tokens)]
+    proposed = {ours: header.get(f"general.sampling.{name}", float) for name, ours in _SAMPLING.items()}
     return {
         "bos_token_id": ids.get("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -48,12 +49,11 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
     Raises:
         UserError: the tokenizer is not supported, or damaged.
     """
-    metadata = header.metadata
-    kind = metadata.get("tokenizer.ggml.model", "none")
+    kind = header.get(_MODEL, str, "none")
     if kind in ("none", "no_vocab"):
         return {}
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or len(tokens) < 2:
+    tokens = header.get(_TOKENS, list, [])
+    if len(tokens) < 2:
         raise UserError(f"{header.path}: its tokenizer has no tokens")
     vocabulary = {token: id for id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
@@ -88,12 +88,12 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
 
 
 def _byte_pairs(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
-    name = header.metadata.get("tokenizer.ggml.pre")
-    split = SPLITS.get(str(name))
+    name = header.get("tokenizer.ggml.pre", str)
+    split = SPLITS.get(name)
     if split is None:
         raise _other(header, f"tokenizer.ggml.pre is {name!r:.40}: how it splits words is not known")
-    merges = header.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    merges = header.get("tokenizer.ggml.merges", list)
+    if merges is None:
         raise _other(header, "its tokenizer has no merges")
     pairs = [_pair(header, merge, vocabulary) for merge in merges]
     model = {
@@ -121,8 +121,8 @@ def _pair(header: Header, merge: str, vocabulary: Mapping[str, int]) -> list[str
 
 def _pieces(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
     """SentencePiece's pieces. Of two merges the one to the piece with the higher score comes first."""
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary):
+    scores = header.get("tokenizer.ggml.scores", np.ndarray)
+    if scores is None or len(scores) != len(vocabulary):
         raise _other(header, "its tokenizer has no score for each token")
     types = _types(header, len(vocabulary))
     normal = {token for token, id in vocabulary.items() if types[id] not in (_CONTROL, _UNKNOWN, _BYTE)}
@@ -134,7 +134,7 @@ def _pieces(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, An
             if left in normal and right in normal:
                 merges.append((-score, -len(left), -len(right), left, right))
     merges.sort()
-    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     normalizers = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefix else [replace]
     decoders: list[dict[str, Any]] = [
@@ -156,10 +156,10 @@ def _pieces(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, An
 def _around(header: Header, ids: Mapping[str, int], tokens: Sequence[str], *, begins: bool) -> dict[str, Any] | None:
     """The start and end tokens around a text."""
     wanted = {
-        name: header.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+        name: header.get(f"tokenizer.ggml.add_{name}_token", bool, default)
         for name, default in (("bos", begins), ("eos", False))
     }
-    names = [name for name in ("bos", "eos") if wanted[name] is True and name in ids]
+    names = [name for name in ("bos", "eos") if wanted[name] and name in ids]
     if not names:
         return None
     token = {name: {"SpecialToken": {"id": tokens[ids[name]], "type_id": 0}} for name in names}
@@ -181,31 +181,31 @@ def _config(header: Header, ids: Mapping[str, int], tokens: Sequence[str]) -> di
         "clean_up_tokenization_spaces": False,
         **{f"{name}_token": tokens[id] for name, id in ids.items()},
     }
-    template = header.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        tools = header.metadata.get("tokenizer.chat_template.tool_use")
+    template = header.get("tokenizer.chat_template", str)
+    tools = header.get("tokenizer.chat_template.tool_use", str)
+    if template is not None:
         both = [{"name": "default", "template": template}, {"name": "tool_use", "template": tools}]
-        config["chat_template"] = both if isinstance(tools, str) else template
+        config["chat_template"] = template if tools is None else both
     return config
 
 
 def _ids(header: Header) -> dict[str, int]:
     """The special tokens by their names in tokenizer_config.json."""
-    count = len(header.metadata.get("tokenizer.ggml.tokens", []))
-    assumed = _PIECES if header.metadata.get("tokenizer.ggml.model") == "llama" else {}
-    ids = {name: header.metadata.get(f"tokenizer.ggml.{key}_token_id", assumed.get(name)) for name, key in _IDS.items()}
+    count = len(header.get(_TOKENS, list, []))
+    assumed = _PIECES if header.get(_MODEL, str) == "llama" else {}
+    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id", int, assumed.get(name)) for name, key in _IDS.items()}
     for name, id in ids.items():
-        if id is not None and not (type(id) is int and 0 <= id < count):
+        if id is not None and not 0 <= id < count:
             raise UserError(f"{header.path}: its {name} token is {id!r:.40}, and it has {count} tokens")
     return {name: id for name, id in ids.items() if id is not None}
 
 
 def _types(header: Header, count: int) -> Sequence[int]:
     """The type of each token."""
-    types = header.metadata.get("tokenizer.ggml.token_type")
+    types = header.get("tokenizer.ggml.token_type", np.ndarray)
     if types is None:
         return [1] * count
-    if not isinstance(types, np.ndarray) or len(types) != count:
+    if len(types) != count:
         raise UserError(f"{header.path}: its tokenizer has no type for each token")
     numbers: list[int] = types.tolist()
     return numbers

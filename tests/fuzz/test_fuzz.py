@@ -10,6 +10,7 @@ from fuzz import (
     configs,
     corpora,
     data_sets,
+    gguf_models,
     harness,
     http_requests,
     instructions,
@@ -22,6 +23,7 @@ from fuzz import (
 FUZZERS: dict[str, harness.Fuzzer] = {
     "configs": configs.fuzzer,
     "weights": weights.fuzzer,
+    "gguf": gguf_models.fuzzer,
     "tokenizers": tokenizer_files.fuzzer,
     "templates": templates.fuzzer,
     "manifests": manifests.fuzzer,

@@ -124,6 +124,8 @@ def _plain(key: str, value: Any) -> Any:
         if len(value) == 0 or (value != value[0]).any():
             raise UserError(f"{key} differs between layers: {short(value.tolist())}")
         value = value[0].item()
+    if not isinstance(value, int | float):
+        raise UserError(f"{key} is {short(value)}: expected a number")
     if isinstance(value, float):
         value = _decimal(value)
     return None if key == "attention.sliding_window" and value == 0 else value

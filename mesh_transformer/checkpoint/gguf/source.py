@@ -44,9 +44,16 @@ def open_tensors(header: Header, model: ModelConfig) -> dict[str, RowTensor]:
                 tensor = _expert(tensor, place[-1])
             tensors[name] = reverted(row_of(model).rules, name, tensor, model)
     for name in header.tensors.keys() - used:
-        if not _ROTARY.fullmatch(name):
+        if not _ROTARY.fullmatch(name) and not _predicts_later(name, header, model):
             raise UserError(f"{header.path}: {name} is not a tensor of {model.family} with {model.layers} layers")
     return tensors
+
+
+def _predicts_later(name: str, header: Header, model: ModelConfig) -> bool:
+    """Whether a tensor is of a layer that predicts later tokens: they stand behind the others, and are not read."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    others = header.get(f"{row_of(model).architecture}.nextn_predict_layers", int, 0)
+    return layer is not None and model.layers <= int(layer[1]) < model.layers + others
 
 
 class GgufSource(HFSource):
