@@ -69,6 +69,31 @@ def test_a_process_sees_one_commit(hub_server):
     assert hub.model_folder("hf://org/moves").endswith(second)
 
 
+def test_a_gguf_file_is_downloaded_alone(hub_server):
+    parts = {f"q/m-0000{i}-of-00002.gguf": b"part %d" % i for i in (1, 2)}
+    commit = hub_server.commit("org/m", {**CONFIG, **WEIGHTS, **parts, "m.Q4_0.gguf": b"other"})
+    path = hub.downloaded_gguf("hf://org/m/q/m-00002-of-00002.gguf")
+    assert path.endswith(f"{commit}/q/m-00002-of-00002.gguf")
+    assert sorted(hub_server.downloads()) == sorted(parts)
+    assert hub.pinned("hf://org/m@main/m.Q4_0.gguf") == f"hf://org/m@{commit}/m.Q4_0.gguf"
+    with pytest.raises(UserError, match=r"has no file x.gguf; it has GGUF files, .*hf://org/m/FILE: .*m.Q4_0.gguf"):
+        hub.downloaded_gguf("hf://org/m/x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "revision", "file"),
+    [
+        ("hf://a/b/c.gguf", "a/b", None, "c.gguf"),
+        ("hf://a/b@v1/c/d.gguf", "a/b", "v1", "c/d.gguf"),
+        ("hf://a/b@refs/pr/1/d.gguf", "a/b", "refs/pr/1", "d.gguf"),
+        ("hf://a/b@v1", "a/b", "v1", None),
+        ("hf://a/b-GGUF", "a/b-GGUF", None, None),
+    ],
+)
+def test_names_of_gguf_files(path, name, revision, file):
+    assert (*hub.parse(path), hub.gguf_file(path)) == (name, revision, file)
+
+
 @pytest.mark.parametrize(
     "name", ["hf://", "hf://a/b/c", "hf://a/b@", "hf://a b", "hf://a/../b", "hf://a/b@../x", "hf://a--b/c", "hf:///a"]
 )

@@ -14,6 +14,7 @@ from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, wr
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.format import Folder
+from mesh_transformer.checkpoint.gguf.format import GgufFile
 from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.hf.source import uniform_dtype, weight_files
 from mesh_transformer.checkpoint.hf.writer import n_bytes, write_hf
@@ -141,9 +142,9 @@ def from_hf(
     overwrite: bool = False,
     text_only: bool = False,
 ) -> None:
-    """Convert a Hugging Face folder, or a model on its hub, to a native or classic step; see `write_step`.
+    """Convert a Hugging Face folder, a model on its hub, or a GGUF file to a native or classic step; see `write_step`.
 
-    config.json describes the model.
+    config.json, or the metadata of the file, describe the model.
 
     Args:
         text_only: convert the text model of a folder that holds a vision tower too.
@@ -153,8 +154,9 @@ def from_hf(
     """
     logs.set_up()
     logs.log.info("reading %s", folder)
+    given = Folder(folder)
     kind = HubModel if hub.is_name(folder) else HFFolder
-    checkpoint = kind(Folder(folder), text_only=text_only)
+    checkpoint = (None if text_only else GgufFile.find(given)) or kind(given, text_only=text_only)
     model = checkpoint.model
     logs.log.info("%s: %s", folder, _description(model))
     source = checkpoint.source(model)

@@ -200,6 +200,10 @@ def test_sampling_from_the_hub(run: Run, hub_server: HubServer, tmp_path: Path) 
         ("EleutherAI/pythia-70m@step3000", "hf://EleutherAI/pythia-70m@step3000"),
         ("https://huggingface.co/EleutherAI/pythia-70m", "hf://EleutherAI/pythia-70m"),
         ("https://huggingface.co/EleutherAI/pythia-70m/tree/step3000/", "hf://EleutherAI/pythia-70m@step3000"),
+        ("org/m-GGUF/m.Q4_K_M.gguf", "hf://org/m-GGUF/m.Q4_K_M.gguf"),
+        ("https://huggingface.co/org/m/blob/main/a/m.gguf", "hf://org/m@main/a/m.gguf"),
+        ("https://huggingface.co/org/m/resolve/v1/m.gguf?download=true", "hf://org/m@v1/m.gguf"),
+        ("runs/m.gguf", "runs/m.gguf"),
         # a folder, or a path in a folder
         *(
             (path, path)
