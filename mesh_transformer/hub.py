@@ -44,14 +44,14 @@ _BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bi
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>{_PART}(?:/{_PART})*))?", re.ASCII)
 # a revision in the name of a file has no slashes, but for refs/...
+_FILE = r"(?:[\w+][\w.+-]*/)*[\w+][\w.+-]*\.(?i:gguf)"
 _GGUF = re.compile(
-    rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>refs/(?:\w+/)?{_PART}|{_PART}))?/(?P<file>(?:{_PART}/)*{_PART}\.gguf)",
-    re.ASCII,
+    rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>refs/(?:\w+/)?{_PART}|{_PART}))?/(?P<file>{_FILE})", re.ASCII
 )
 # of the page of a model, of a revision's files, or of one of them
 _ADDRESS = re.compile(
     rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>{_PART}/{_PART})"
-    rf"(?:/(?:tree|blob|resolve)/(?P<revision>{_PART})(?P<file>/(?:{_PART}/)*{_PART}\.gguf)?)?/?(?:\?download=true)?",
+    rf"(?:/(?:tree|blob|resolve|raw)/(?P<revision>{_PART})(?P<file>/{_FILE})?)?/?(?:\?download=true)?",
     re.ASCII,
 )
 

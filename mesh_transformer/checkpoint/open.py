@@ -216,6 +216,8 @@ def _missing(folder: Folder) -> UserError:
     scheme, separator, _ = path.partition("://")
     if separator and not files.is_remote(path):
         return UserError(f"{scheme}:// cannot be read: copy {path} to a local folder or to gs://")
+    if path.endswith((".gguf", ".safetensors", ".bin")) and not files.is_file(path):
+        return UserError(f"no such file: {path}{files.seen_from(path)}")
     if advice := next((words for suffix, words in _NO_FOLDERS.items() if path.endswith(suffix)), None):
         return UserError(f"{path} is not the folder of a checkpoint: {advice}")
     if "adapter_config.json" in names:

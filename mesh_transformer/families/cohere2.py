@@ -18,7 +18,11 @@ class Cohere2Config(BiasedAttention, WithLayerTypes):
 
     HF_MODEL_TYPE: ClassVar = "cohere2"
     HF_ARCHITECTURE: ClassVar = "Cohere2ForCausalLM"
-    GGUF: ClassVar = Gguf("cohere2", fields={"logit_scale": "logit_scale"})
+    GGUF: ClassVar = Gguf(
+        "cohere2",
+        fields={"logit_scale": "logit_scale"},
+        required=("logit_scale", "attention.sliding_window"),
+    )
     HF_END_OF_TEXT: ClassVar = 255001
     FULL_EVERY: ClassVar = 4
     HF_ROWS: ClassVar = {**BiasedAttention.HF_ROWS, "norm_eps": Hf("layer_norm_eps")}

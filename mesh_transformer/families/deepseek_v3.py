@@ -15,7 +15,7 @@ class DeepSeekV3Config(DeepSeekLike, SigmoidExperts):
     HF_MODEL_TYPE: ClassVar = "deepseek_v3"
     HF_ARCHITECTURE: ClassVar = "DeepseekV3ForCausalLM"
     GGUF: ClassVar = Gguf(
-        "deepseek2", needs="exp_probs_b.bias", assumed={"router_normalize": False}, split_kv_b=True,
+        "deepseek2", needs="exp_probs_b.bias", gating=2, assumed={"router_normalize": False}, split_kv_b=True,
         names={"e_score_correction_bias": "e_score_correction.bias"},
     )  # fmt: skip
     HF_END_OF_TEXT: ClassVar = 1

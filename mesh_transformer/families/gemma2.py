@@ -52,7 +52,12 @@ class Gemma2Config(Gemma2Like):
 
     HF_MODEL_TYPE: ClassVar = "gemma2"
     HF_ARCHITECTURE: ClassVar = "Gemma2ForCausalLM"
-    GGUF: ClassVar = Gguf("gemma2", rules=("norm_plus_one",), assumed={"window": 4096}, wide_queries=46)
+    GGUF: ClassVar = Gguf(
+        "gemma2",
+        rules=("norm_plus_one",),
+        assumed={"window": 4096, "attention_softcap": 50.0, "softcap": 30.0},
+        wide_queries=46,
+    )
     FULL_EVERY: ClassVar = 2
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 26,

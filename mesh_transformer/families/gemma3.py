@@ -16,7 +16,7 @@ class Gemma3Config(Gemma2Like, WithLocalRotary):
 
     HF_MODEL_TYPE: ClassVar = "gemma3_text"
     HF_ARCHITECTURE: ClassVar = "Gemma3ForCausalLM"
-    GGUF: ClassVar = Gguf("gemma3", rules=("norm_plus_one",), wide_queries=62)
+    GGUF: ClassVar = Gguf("gemma3", rules=("norm_plus_one",), assumed={"local_rotary_base": 10000.0}, wide_queries=62)
     FULL_EVERY: ClassVar = 6
     HF_LOCAL_BASE: ClassVar = "rope_local_base_freq"
     # transformers reads the first one and never uses it

@@ -26,6 +26,8 @@ class Gguf:
             architecture.
         rules: the changes of values.
         names: the family's names of tensors as the package `gguf` knows them: patterns and replacements.
+        required: further metadata keys that llama.cpp needs.
+        gating: the router's scores: 1, softmax; 2, sigmoid.
         wide_queries: the layers of the model whose query_scale_dims is d_model / n_heads, which no file says.
         split_kv_b: k_b, (heads, rank, nope), and v_b, (heads, v, rank), are in place of kv_b.
     """
@@ -37,6 +39,8 @@ class Gguf:
     rules: tuple[Rule, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     split_kv_b: bool = False
+    required: tuple[str, ...] = ()
+    gating: int = 1
     wide_queries: int | None = None
 
 

@@ -16,7 +16,7 @@ class Glm4MoeConfig(SigmoidExperts, PartlyRotary):
 
     HF_MODEL_TYPE: ClassVar = "glm4_moe"
     HF_ARCHITECTURE: ClassVar = "Glm4MoeForCausalLM"
-    GGUF: ClassVar = Gguf("glm4moe", names={"e_score_correction_bias": "e_score_correction.bias"})
+    GGUF: ClassVar = Gguf("glm4moe", gating=2, names={"e_score_correction_bias": "e_score_correction.bias"})
     HF_END_OF_TEXT: ClassVar = 151329
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 46,

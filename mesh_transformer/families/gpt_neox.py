@@ -19,7 +19,7 @@ class GptNeoXConfig(ModelConfig):
 
     HF_MODEL_TYPE: ClassVar = "gpt_neox"
     HF_ARCHITECTURE: ClassVar = "GPTNeoXForCausalLM"
-    GGUF: ClassVar = Gguf("gptneox", rules=("parts_of_qkv",))
+    GGUF: ClassVar = Gguf("gptneox", rules=("parts_of_qkv",), required=("use_parallel_residual",))
     HF_BUFFERS: ClassVar = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     HF_PREFIX: ClassVar = "gpt_neox."
     HF_D_HEAD_FIXED: ClassVar = True

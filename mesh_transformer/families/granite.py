@@ -16,7 +16,7 @@ class GraniteConfig(BiasedLlama):
     HF_MODEL_TYPE: ClassVar = "granite"
     HF_ARCHITECTURE: ClassVar = "GraniteForCausalLM"
     GGUF: ClassVar = Gguf(
-        "granite", rules=("permuted_heads",),
+        "granite", rules=("permuted_heads",), required=("logit_scale",),
         fields={
             "attention.scale": "attention_scale", "embedding_scale": "embed_scale", "residual_scale": "residual_scale",
             "logit_scale": "logit_divisor",

@@ -19,7 +19,7 @@ class MiniMaxM2Config(WithExperts, PartlyRotary):
 
     HF_MODEL_TYPE: ClassVar = "minimax_m2"
     HF_ARCHITECTURE: ClassVar = "MiniMaxM2ForCausalLM"
-    GGUF: ClassVar = Gguf("minimax-m2", names={"e_score_correction_bias": "e_score_correction.bias"})
+    GGUF: ClassVar = Gguf("minimax-m2", gating=2, names={"e_score_correction_bias": "e_score_correction.bias"})
     HF_END_OF_TEXT: ClassVar = 200020
     HF_MODULE: ClassVar = "block_sparse_moe"
     HF_MATRICES: ClassVar = {"gate": "w1", "in": "w3", "out": "w2"}

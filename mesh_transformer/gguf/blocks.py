@@ -15,8 +15,8 @@ _FLOATS = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64),
 }  # fmt: skip
-# dequantised at a time
-_AT_ONCE = 4 << 20
+# numbers that are dequantised at a time: some types need ten times their size in between
+_AT_ONCE = 1 << 19
 
 
 def dtype_of(kind: int) -> np.dtype:
@@ -54,7 +54,7 @@ def read_rows(tensor: StoredTensor, first: int, out: np.ndarray) -> None:
         UserError: the file is truncated.
     """
     dtype = dtype_of(tensor.kind)
-    step = max(1, _AT_ONCE // max(1, tensor.row_bytes))
+    step = max(1, _AT_ONCE // tensor.shape[-1])
     for at in range(0, len(out), step):
         rows = out[at : at + step]
         codes = read_codes(tensor, first + at, len(rows))

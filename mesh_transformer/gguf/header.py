@@ -137,6 +137,11 @@ def read_header(path: str) -> Header:
             length = min(4 * length, MAX_HEADER_BYTES)
 
 
+def decimal(value: float) -> float:
+    """The shortest decimal that is the same float32 number: files have no wider ones."""
+    return float(str(np.float32(value)))
+
+
 class _ShortError(Exception):
     """The header goes on behind the bytes that were read."""
 

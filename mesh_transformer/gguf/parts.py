@@ -2,8 +2,6 @@
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError, listed
@@ -52,20 +50,20 @@ def open_parts(path: str) -> Header:
     headers = [read_header(part) for part in paths]
     tensors: dict[str, StoredTensor] = {}
     for number, header in enumerate(headers):
-        _check_part(header.path, header.metadata, number, len(headers))
+        _check_part(header, number, len(headers))
         if twice := tensors.keys() & header.tensors.keys():
             raise UserError(f"{header.path}: {min(twice)} is in another part too")
         tensors |= header.tensors
-    expected = headers[0].metadata.get("split.tensors.count", len(tensors))
+    expected = headers[0].get("split.tensors.count", int, len(tensors))
     if expected != len(tensors):
         raise UserError(f"{path}: split.tensors.count is {expected}, and its parts have {len(tensors)} tensors")
     return Header(paths[0], headers[0].metadata, tensors)
 
 
-def _check_part(path: str, metadata: Mapping[str, Any], number: int, count: int) -> None:
-    said = metadata.get("split.no", 0), metadata.get("split.count", 0) or 1
+def _check_part(header: Header, number: int, count: int) -> None:
+    said = header.get("split.no", int, 0), header.get("split.count", int, 0) or 1
     if said != (number, count):
         raise UserError(
-            f"{path}: it says that it is part {said[0]} (from 0) of {said[1]}, and its name that it is {number} of "
-            f"{count}: give it the name that it was split under"
+            f"{header.path}: it says that it is part {said[0]} (from 0) of {said[1]}, and its name that it is {number} "
+            f"of {count}: give it the name that it was split under"
         )

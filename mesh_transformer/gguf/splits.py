@@ -23,6 +23,14 @@ _DEEPSEEK = (
     + _SPACES,
 )
 
+# DeepSeek's letters of the alphabets with upper and lower case
+_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛ"
+    "ὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗ"
+    "Ａ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_HAN = "[一-龥ࠀ-一가-퟿]+"
+
 
 class Split(NamedTuple):
     """The stages of a splitting.
@@ -49,23 +57,48 @@ SPLITS: Mapping[str, Split] = {
     "gpt-2": Split((GPT2,)),
     "olmo": Split((GPT2,), normalizer="NFC"),
     "exaone4": Split((GPT2,)),
+    "a.x-4.0": Split((GPT2,)),
+    "mellum": Split((GPT2,)),
+    "phi-2": Split((GPT2,)),
+    "trillion": Split((GPT2,)),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
+    "minerva-7b": _DIGITS,
     "command-r": _DIGITS._replace(normalizer="NFC"),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "midm-2.0": _LLAMA3,
+    "pixtral": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _LLAMA3._replace(whole_words=False, begins=False),
     "dbrx": _LLAMA3._replace(whole_words=False, begins=False),
     "glm4": _LLAMA3._replace(begins=False),
+    "glm5": _LLAMA3._replace(begins=False),
     "chatglm-bpe": _LLAMA3._replace(whole_words=False, begins=False),
     "qwen2": _QWEN._replace(normalizer="NFC"),
     "deepseek-r1-qwen": _QWEN,
     "hunyuan": _QWEN,
+    "kormo": _QWEN,
+    "megrez": _QWEN,
+    "stablelm2": _QWEN,
     "tekken": Split((rf"{_CASED % ('', '')}|\p{{N}}|{_PATHS}|{_SPACES}",), whole_words=True, begins=True),
     "gpt-4o": _O200K,
+    "kanana2": _O200K,
+    "llama4": _O200K,
     "minimax-m2": _O200K,
+    "deepseek-llm": Split(
+        (
+            r"[\r\n]",
+            rf"\s?[{_LETTERS}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            _HAN,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, "digits")),
     "deepseek-v3": Split(_DEEPSEEK),
     "hunyuan-dense": Split(_DEEPSEEK),
     "seed-coder": Split((rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),

@@ -4,25 +4,37 @@ Byte pairs ("gpt2" in `tokenizer.ggml.model`) and SentencePiece's pieces with sc
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mesh_transformer import files
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.gguf.header import Header
+from mesh_transformer.gguf.header import Header, decimal
 from mesh_transformer.gguf.splits import SPLITS, pre_tokenizer
 
+# the largest known tokenizer.json has 34 MB
+MAX_FILE_BYTES = 128 << 20
 # the types of tokens in ggml
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # what SentencePiece's files leave out, as llama.cpp assumes it (src/llama-vocab.cpp)
 _PIECES = {"bos": 1, "eos": 2, "unk": 0}
-# control tokens that end an answer in llama.cpp, whatever the metadata say (src/llama-vocab.cpp, special_eog_ids)
+# tokens that end an answer in llama.cpp and are control tokens, whatever the file says (src/llama-vocab.cpp,
+# special_eog_ids)
 _ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
-    "[EOT]", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|endofturn|>",
+    "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_utterance>", "<turn|>", "[e~[",
 })  # fmt: skip
+# where these are, "<|end|>" ends a part of an answer only
+_PARTS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+# Phi-3's special tokens take the white space behind them, but for these
+_KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
+# more than any piece or merge: the work grows with their squares
+MAX_TOKEN_CHARS, MAX_MERGE_CHARS, MAX_MERGED_CHARS = 1 << 10, 1 << 12, 1 << 26
 _SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "penalty_repeat": "repetition_penalty"}
 _SPACE = "▁"
 _MODEL, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
@@ -30,17 +42,46 @@ _MODEL, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 
 def generation_config(header: Header) -> dict[str, Any]:
     """generation_config.json: the tokens that begin and end a text, and the sampling options that the file proposes."""
-    ids, tokens = _ids(header), header.get(_TOKENS, list, [])
-    types = _types(header, len(tokens))
+    ids, tokens = _ids(header), _tokens(header)
+    types = _types(header, tokens)
     others = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eot", "eom")]
-    named = [id for id, token in enumerate(tokens) if token in _ENDS and types[id] in (_CONTROL, _USER_DEFINED)]
+    named = [id for id, token in enumerate(tokens) if token in _ENDS and types[id] == _CONTROL]
     ends = [id for id in dict.fromkeys([ids.get("eos"), *others, *named]) if id is not None and 0 <= id < len(tokens)]
-    proposed = {ours: header.get(f"general.sampling.{name}", float) for name, ours in _SAMPLING.items()}
+    given = {ours: header.get(f"general.sampling.{name}", float) for name, ours in _SAMPLING.items()}
+    proposed = {name: decimal(value) if isinstance(value, float) else value for name, value in given.items()}
     return {
         "bos_token_id": ids.get("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        **{name: value for name, value in proposed.items() if value is not None},
+        **{
+            name: decimal(value) if isinstance(value, float) else value
+            for name, value in proposed.items()
+            if value is not None
+        },
     }
+
+
+def tokenizer_beside(header: Header, names: Iterable[str]) -> dict[str, bytes]:
+    """The tokenizer of a file as `tokenizer_files`; if it cannot be read, the one in the file's folder.
+
+    Args:
+        names: the files of a tokenizer.
+
+    Raises:
+        UserError: as in `tokenizer_files`, and there is none in the folder.
+    """
+    folder = os.path.dirname(header.path) or "."
+    try:
+        contents = tokenizer_files(header)
+        reason = UserError(f"{header.path} has no tokenizer")
+    except UserError as error:
+        contents, reason = {}, error
+    if contents:
+        return contents
+    beside = {name for name in files.list_dir(folder) if name in names}
+    if "tokenizer.json" not in beside:
+        raise reason
+    made = {name: files.join(folder, name) for name in sorted(beside)}
+    return {name: files.read_range(path, 0, min(files.size(path), MAX_FILE_BYTES)) for name, path in made.items()}
 
 
 def tokenizer_files(header: Header) -> dict[str, bytes]:
@@ -52,7 +93,7 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
     kind = header.get(_MODEL, str, "none")
     if kind in ("none", "no_vocab"):
         return {}
-    tokens = header.get(_TOKENS, list, [])
+    tokens = _tokens(header)
     if len(tokens) < 2:
         raise UserError(f"{header.path}: its tokenizer has no tokens")
     vocabulary = {token: id for id, token in enumerate(tokens)}
@@ -65,12 +106,16 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
         definition, begins = _pieces(header, vocabulary)
     else:
         raise _other(header, f"tokenizer.ggml.model is {kind!r:.40}: only gpt2 and llama can be read")
-    ids, types = _ids(header), _types(header, len(tokens))
+    ids, types = _ids(header), _types(header, tokens)
+    if "eos" not in ids:
+        raise _other(header, "its tokenizer has no end token")
+    name = header.get("general.name", str, "").lower()
+    strips = "phi-3" in name or "phi3" in name
     special = {_CONTROL, _UNKNOWN} if kind == "llama" else {_CONTROL}
     added = [
         {
-            "id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": types[id] in special,
+            "id": id, "content": token, "single_word": False, "lstrip": False,
+            "rstrip": strips and token not in _KEEPS_SPACE, "normalized": False, "special": types[id] in special,
         }
         for id, token in enumerate(tokens)
         if types[id] in special | {_USER_DEFINED}
@@ -111,7 +156,7 @@ def _byte_pairs(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str
 def _pair(header: Header, merge: str, vocabulary: Mapping[str, int]) -> list[str]:
     """The two sides of a merge. A side may have a space itself, as in GLM-4's."""
     at = merge.find(" ", 1)
-    while at > 0:
+    while at > 0 and len(merge) <= MAX_MERGE_CHARS:
         left, right = merge[:at], merge[at + 1 :]
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
             return [left, right]
@@ -124,15 +169,19 @@ def _pieces(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str, An
     scores = header.get("tokenizer.ggml.scores", np.ndarray)
     if scores is None or len(scores) != len(vocabulary):
         raise _other(header, "its tokenizer has no score for each token")
-    types = _types(header, len(vocabulary))
+    types = _types(header, list(vocabulary))
     normal = {token for token, id in vocabulary.items() if types[id] not in (_CONTROL, _UNKNOWN, _BYTE)}
     merges: list[tuple[float, int, int, str, str]] = []
+    chars = 0
     for token in normal:
         score = float(scores[vocabulary[token]])
         for at in range(1, len(token)):
             left, right = token[:at], token[at:]
             if left in normal and right in normal:
                 merges.append((-score, -len(left), -len(right), left, right))
+                chars += len(token)
+        if len(token) > MAX_TOKEN_CHARS or chars > MAX_MERGED_CHARS:
+            raise UserError(f"{header.path}: its pieces are longer, or overlap more, than any tokenizer's")
     merges.sort()
     prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -191,29 +240,40 @@ def _config(header: Header, ids: Mapping[str, int], tokens: Sequence[str]) -> di
 
 def _ids(header: Header) -> dict[str, int]:
     """The special tokens by their names in tokenizer_config.json."""
-    count = len(header.get(_TOKENS, list, []))
+    count = len(_tokens(header))
     assumed = _PIECES if header.get(_MODEL, str) == "llama" else {}
-    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id", int, assumed.get(name)) for name, key in _IDS.items()}
-    for name, id in ids.items():
-        if id is not None and not 0 <= id < count:
-            raise UserError(f"{header.path}: its {name} token is {id!r:.40}, and it has {count} tokens")
-    return {name: id for name, id in ids.items() if id is not None}
+    ids: dict[str, int] = {}
+    for name, key in _IDS.items():
+        id = header.get(f"tokenizer.ggml.{key}_token_id", int, assumed.get(name))
+        # some files have -1 as a number without a sign
+        id = id if id is None or 0 <= id < count else assumed.get(name)
+        if id is not None and id < count:
+            ids[name] = id
+    return ids
 
 
-def _types(header: Header, count: int) -> Sequence[int]:
+def _tokens(header: Header) -> list[str]:
+    """The tokens. llama.cpp names an empty one by its number too."""
+    tokens: list[str] = header.get(_TOKENS, list, [])
+    return [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
+
+
+def _types(header: Header, tokens: Sequence[str]) -> list[int]:
     """The type of each token."""
-    types = header.get("tokenizer.ggml.token_type", np.ndarray)
-    if types is None:
-        return [1] * count
-    if len(types) != count:
+    stored = header.get("tokenizer.ggml.token_type", np.ndarray)
+    if stored is not None and len(stored) != len(tokens):
         raise UserError(f"{header.path}: its tokenizer has no type for each token")
-    numbers: list[int] = types.tolist()
-    return numbers
+    types: list[int] = [1] * len(tokens) if stored is None else stored.tolist()
+    ends = _ENDS - ({"<|end|>"} if any(parts <= set(tokens) for parts in _PARTS) else set())
+    for id, token in enumerate(tokens):
+        if token in ends:
+            types[id] = _CONTROL
+    return types
 
 
 def _other(header: Header, reason: str) -> UserError:
     known = listed(sorted(SPLITS), most=99)
     return UserError(
-        f"{header.path}: {reason}; name the model's own tokenizer with --set data.tokenizer=FOLDER (or --tokenizer "
-        f"FOLDER), or put its tokenizer.json beside the file. Known splittings: {known}"
+        f"{header.path}: {reason}; put the model's own tokenizer.json beside the file, or name its folder with --set "
+        f"data.tokenizer=FOLDER (--tokenizer FOLDER). Known splittings: {known}"
     )

@@ -171,6 +171,7 @@ def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, format: s
     ("path", "words"),
     [
         ("model.safetensors", "not the folder of a checkpoint: give the folder that holds it"),
+        ("absent.gguf", "no such file: absent.gguf"),
         ("model.gguf", "it does not begin as a GGUF file does"),
         ("step_7.tar.zst", "unpack it, and give the folder"),
         ("s3://bucket/model", "s3:// cannot be read: copy s3://bucket/model to a local folder or to gs://"),

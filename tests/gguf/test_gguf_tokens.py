@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support import gguf_files
 
+from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.gguf.header import read_header
@@ -56,7 +57,7 @@ def test_pieces_are_joined_as_in_llama_cpp(tmp_path: Path, prefix: bool) -> None
 def test_the_vocabulary_is_enough_for_the_texts() -> None:
     assert len(TEXTS) > 300
     # some splittings differ only in normal forms, and in words that are tokens
-    assert len(set(map(str, STORED["ids"]))) == 8
+    assert len(set(map(str, STORED["ids"]))) == 10
 
 
 def test_special_tokens(tmp_path: Path) -> None:
@@ -102,14 +103,16 @@ def test_proposed_sampling_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"ggml__pre": "mystery"}, "tokenizer.ggml.pre is 'mystery': how it splits words is not known; name the"),
+        ({"ggml__pre": "mystery"}, "tokenizer.ggml.pre is 'mystery': how it splits words is not known; put the"),
         ({"ggml__model": "bert"}, "tokenizer.ggml.model is 'bert': only gpt2 and llama can be read"),
         ({"ggml__model": "none"}, "has no tokenizer"),
         ({"ggml__merges": ["a x"]}, "the merge 'a x' of its tokenizer does not join two tokens"),
         ({"ggml__tokens": [*PAIRS[:-1], "a"]}, "its tokenizer has the token 'a' twice"),
         ({"ggml__token_type": [1, 2]}, "no type for each token"),
-        ({"ggml__eos_token_id": 10}, "its eos token is 10, and it has 10 tokens"),
+        ({"ggml__eos_token_id": 10}, "its tokenizer has no end token"),
+        ({"ggml__tokens": ["a"]}, "its tokenizer has no tokens"),
         ({"ggml__eos_token_id": "0"}, "tokenizer.ggml.eos_token_id is '0': expected a whole number"),
+        ({"ggml__merges": ["a" + " " * 5000]}, "the merge 'a .* does not join two tokens"),
         ({"chat_template": 7}, "tokenizer.chat_template is 7: expected a text"),
         ({"ggml__model": "llama"}, "no score for each token"),
     ],
@@ -119,6 +122,52 @@ def test_what_is_refused(tmp_path: Path, changes: Any, reason: str) -> None:
         small(tmp_path / "a.gguf", **changes)
 
 
-def test_an_unknown_splitting_takes_the_tokenizer_beside_the_file(tmp_path: Path) -> None:
+def test_an_unknown_splitting_takes_the_tokenizer_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path too, and what is written from the file."""
     _definition(tmp_path, gguf_files.byte_pairs(PAIRS, MERGES, "gpt-2", PAIRS[:2]))
-    assert small(tmp_path / "other.gguf", ggml__pre="mystery").encode("abc") == [8]
+    beside = json.loads((tmp_path / "tokenizer.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    for changes in ({"ggml__pre": "mystery"}, {"ggml__model": "none"}):
+        assert small(Path("other.gguf"), **changes).encode("abc") == [8]
+        checkpoint = Checkpoint.open("other.gguf")
+        assert checkpoint.model is not None
+        origin = checkpoint.origin(checkpoint.source(checkpoint.model))
+        assert origin is not None
+        assert json.loads(origin.files["tokenizer.json"]) == beside
+
+
+def test_without_any_tokenizer_the_weights_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match="mystery"):
+        small(tmp_path / "a.gguf", ggml__pre="mystery")
+    checkpoint = Checkpoint.open(str(tmp_path / "a.gguf"))
+    assert checkpoint.model is not None
+    origin = checkpoint.origin(checkpoint.source(checkpoint.model))
+    assert origin is not None
+    assert sorted(origin.files) == ["config.json", "generation_config.json"]
+    assert "what is written has no tokenizer" in caplog.text
+
+
+def test_tokens_that_look_like_control_tokens_are_some(tmp_path: Path) -> None:
+    """As in llama.cpp: files of some converters have them as ordinary ones."""
+    ours = small(tmp_path / "a.gguf", ggml__token_type=[gguf_files.CONTROL, *[gguf_files.NORMAL] * 9])
+    assert (ours.encode("a<|im_end|>"), ours.end_tokens) == ([3, 1], (0, 1))
+
+
+def test_the_special_tokens_of_phi_3_take_the_space_behind_them(tmp_path: Path) -> None:
+    metadata = gguf_files.byte_pairs(PAIRS, MERGES, "gpt-2", PAIRS[:2])
+    plain = tokenizer(tmp_path / "a.gguf", metadata)
+    phi3 = tokenizer(tmp_path / "b.gguf", {**metadata, "general.name": "Phi 3 Mini is Phi-3"})
+    assert (plain.encode("<|im_end|> a"), phi3.encode("<|im_end|> a")) == ([1, 9], [1, 3])
+
+
+def test_long_pieces_are_refused_at_once(tmp_path: Path) -> None:
+    """Their merges would take gigabytes."""
+    with pytest.raises(UserError, match="its pieces are longer, or overlap more"):
+        tokenizer(tmp_path / "a.gguf", gguf_files.scored(["a" * length for length in range(1, 900)]))
+
+
+def test_special_tokens_out_of_range_are_left_out(tmp_path: Path) -> None:
+    """Some files have -1 as a number without a sign."""
+    assert "pad_token" not in small(tmp_path / "a.gguf", ggml__padding_token_id=2**32 - 1).special_names

@@ -11,8 +11,10 @@ from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.errors import UserError
 from mesh_transformer.gguf.header import Header, has_magic
 from mesh_transformer.gguf.parts import open_parts
+from mesh_transformer.logs import log
 
 # the rest is imported where it is used: a server of native steps needs none of it
 
@@ -60,7 +62,7 @@ class GgufFile(StoredCheckpoint):
     def origin(self, source: TensorSource) -> Origin | None:
         from mesh_transformer.checkpoint.hf.source import uniform_dtype
         from mesh_transformer.checkpoint.hf.writer import config_json
-        from mesh_transformer.gguf.tokens import generation_config, tokenizer_files
+        from mesh_transformer.gguf.tokens import generation_config, tokenizer_beside
 
         dtype = uniform_dtype(source) or np.dtype(np.float32)
         ends = generation_config(self.header)
@@ -68,6 +70,10 @@ class GgufFile(StoredCheckpoint):
         contents = {
             "config.json": json.dumps(config, indent=2).encode(),
             "generation_config.json": json.dumps(ends, indent=2).encode(),
-            **tokenizer_files(self.header),
         }
+        try:
+            contents |= tokenizer_beside(self.header, hub.TOKENIZER_FILES)
+        # the user may name another
+        except UserError as error:
+            log.warning("%s; what is written has no tokenizer", error)
         return Origin(contents, dtype)

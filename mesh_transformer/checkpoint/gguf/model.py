@@ -1,28 +1,30 @@
 """The model that the metadata of a GGUF file describe."""
 
-import math
 import re
-from collections.abc import Iterator, Mapping
-from decimal import Decimal
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
+from mesh_transformer.checkpoint.gguf import rotary
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.gguf_rows import COMMON, Gguf
-from mesh_transformer.gguf import blocks
-from mesh_transformer.gguf.header import Header, StoredTensor
+from mesh_transformer.gguf.header import Header, decimal
 
-# keys that change nothing that a model computes here
-_HARMLESS = re.compile(
-    r"vocab_size|rope\.scaling\.(finetuned|yarn_log_multiplier)|attention\.(causal|key_length_mla|value_length_mla)|"
-    r"expert_shared_count|leading_dense_block_count|expert_gating_func|nextn_predict_layers|interleave_moe_layer_step|"
-    r"tensor_data_layout|attention\.(value_length|sliding_window_pattern|layer_indices)|rope\.scaling\..*|pooling_type"
+# keys that change nothing that a model computes here, or that `_checked` compares
+_OTHERS = re.compile(
+    r"vocab_size|attention\.(causal|(key|value)_length(_mla)?|sliding_window_pattern)|expert_shared_count|"
+    r"leading_dense_block_count|expert_gating_func|nextn_predict_layers|tensor_data_layout|rope\.scale_linear|"
+    r"rope\.scaling\.(type|factor|original_context_length|attn_factor|finetuned|yarn_log_multiplier|"
+    r"yarn_(ext_factor|attn_factor|beta_fast|beta_slow))"
 )
+# what a file must say; a norm's epsilon has two keys
+_REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 # fields that say whether a model has a tensor, and the tensor
 _PRESENT = {
     "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias", "blk.0.attn_kv_a_mqa.bias"),
@@ -31,6 +33,41 @@ _PRESENT = {
     "bias": ("blk.0.attn_q.bias",),
     "qk_norm": ("blk.0.attn_q_norm.weight",),
 }
+# a cap or a window of 0 is none
+_ZERO_IS_NONE = {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention.scale"}
+_KINDS = {True: "sliding_attention", False: "full_attention"}
+
+T = TypeVar("T")
+
+
+class Keys:
+    """The metadata of a model, by the keys without the architecture."""
+
+    def __init__(self, header: Header, architecture: str):
+        self.header, self._prefix = header, f"{architecture}."
+
+    def names(self) -> list[str]:
+        """The keys that the file has."""
+        return [key.removeprefix(self._prefix) for key in self.header.metadata if key.startswith(self._prefix)]
+
+    def get(self, key: str, kind: type[T], default: Any = None) -> T | Any:
+        """See `Header.get`."""
+        return self.header.get(self._prefix + key, kind, default)
+
+    def number(self, key: str) -> Any:
+        """A number. A list with one value for each layer is this value; None: the file does not have the key.
+
+        Raises:
+            UserError: it is none, or layers differ.
+        """
+        value = self.header.metadata.get(self._prefix + key)
+        if isinstance(value, np.ndarray):
+            if len(value) == 0 or (value != value[0]).any():
+                raise UserError(f"{key} differs between layers: {short(value[:9].tolist())}")
+            value = value[0].item()
+        if value is not None and not isinstance(value, int | float):
+            raise UserError(f"{key} is {short(value)}: expected a number")
+        return decimal(value) if isinstance(value, float) else value
 
 
 def parse_model(header: Header) -> ModelConfig:
@@ -41,13 +78,15 @@ def parse_model(header: Header) -> ModelConfig:
     """
     try:
         family = _family(header)
-        fields = dict(_fields(header, family))
+        keys = Keys(header, family.GGUF.architecture)
+        fields = dict(_fields(keys, family))
+        _check_others(keys, family, fields)
         return family(**fields)
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise UserError(f"{header.path}: its metadata describe no model: {reasons}"[:500]) from error
     except UserError as error:
-        raise UserError(f"{header.path}: {error}") from error
+        raise UserError(f"{header.path}: {str(error).removeprefix(f'{header.path}: ')}") from error
 
 
 def row_of(model: ModelConfig) -> Gguf:
@@ -58,12 +97,11 @@ def row_of(model: ModelConfig) -> Gguf:
 
 
 def _family(header: Header) -> Any:
-    kind, architecture = header.metadata.get("general.type", "model"), header.metadata.get("general.architecture")
+    kind, architecture = header.get("general.type", str, "model"), header.get("general.architecture", str)
     if kind != "model":
         hints = {"adapter": "merge it into its model with llama.cpp's export-lora", "mmproj": "give the text model"}
-        raise UserError(
-            f"it holds no whole model, its general.type is {short(kind)}: {hints.get(kind, 'give a model')}"
-        )
+        advice = hints.get(kind, "give a model")
+        raise UserError(f"it holds no whole model, its general.type is {short(kind)}: {advice}")
     rows = {family: family.GGUF for family in FAMILIES.values() if family.GGUF is not None}
     for family in sorted(rows, key=lambda family: rows[family].needs is None):
         if rows[family].architecture == architecture and _has_needs(header, rows[family]):
@@ -73,229 +111,136 @@ def _family(header: Header) -> Any:
 
 
 def _has_needs(header: Header, row: Gguf) -> bool:
-    if row.needs is None or header.metadata.get(f"{row.architecture}.{row.needs}"):
+    if row.needs is None or header.metadata.get(f"{row.architecture}.{row.needs}") not in (None, 0):
         return True
     return any(name.endswith(f".{row.needs}") for name in header.tensors)
 
 
-def _fields(header: Header, family: Any) -> Iterator[tuple[str, Any]]:
+def _fields(keys: Keys, family: Any) -> Iterator[tuple[str, Any]]:
     row, has = family.GGUF, family.model_fields
-    values = {
-        key.removeprefix(f"{row.architecture}."): value
-        for key, value in header.metadata.items()
-        if key.startswith(f"{row.architecture}.")
-    }
+    _check_required(keys, row)
     names = {**COMMON, **row.fields}
-    fields: dict[str, Any] = dict(row.assumed)
-    for key, value in values.items():
+    # as llama.cpp assumes it, whatever the family's config.json leaves out
+    fields: dict[str, Any] = {name: value for name, value in {"rotary_base": 10000.0}.items() if name in has}
+    fields |= row.assumed
+    for key in keys.names():
         name = names.get(key, "")
         if name in has:
-            fields[name] = _plain(key, value)
-        elif not name and not _HARMLESS.fullmatch(key):
+            value = keys.number(key)
+            fields[name] = None if value == 0 and key in _ZERO_IS_NONE else value
+        elif not name and not _OTHERS.fullmatch(key):
+            value = keys.header.metadata[f"{row.architecture}.{key}"]
             raise UserError(f"{row.architecture}.{key} is {short(value)}: this key is unknown and may change the model")
-    if "layers" in fields and (others := values.get("nextn_predict_layers")):
-        # layers that predict later tokens stand behind the others
-        fields["layers"] -= others
-    if row.wide_queries is not None and fields.get("layers") == row.wide_queries:
-        fields["query_scale_dims"] = fields["d_model"] // fields["n_heads"]
+    fields["layers"] = _layers(keys)
+    if "n_kv_heads" in has:
+        fields.setdefault("n_kv_heads", fields["n_heads"])
+    if row.wide_queries == fields["layers"]:
+        fields["query_scale_dims"] = fields["d_model"] // max(1, fields["n_heads"])
     if "nope_dims" in has:
-        fields |= _latent(values, fields)
-    fields |= _tokens(header, values, family)
-    fields |= _present(header, family)
-    fields |= _layers(values, family, fields)
-    fields |= _rotary(header, values, family, fields)
-    _check_others(values, family, fields, names)
-    return iter(fields.items())
+        fields |= _latent(keys, fields)
+    fields |= _of_tensors(keys, family)
+    fields |= _of_layers(keys, family, fields)
+    fields |= rotary.fields(keys, family, fields)
+    # an attention.scale of 0 is the usual one
+    return ((name, value) for name, value in fields.items() if value is not None or has[name].default is None)
 
 
-def _latent(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _check_required(keys: Keys, row: Gguf) -> None:
+    given = set(keys.names())
+    missing = [key for key in (*_REQUIRED, *row.required) if key not in given]
+    if not given & set(_EPSILONS):
+        missing.append(" or ".join(_EPSILONS))
+    if missing:
+        raise UserError(f"its metadata have no {listed(missing)} of {row.architecture}: it holds no whole model")
+
+
+def _layers(keys: Keys) -> int:
+    """The number of layers without those that predict later tokens, which stand behind the others."""
+    count, later = keys.get("block_count", int), keys.get("nextn_predict_layers", int, 0)
+    stored = {int(match[1]) for name in keys.header.tensors if (match := re.match(r"blk\.(\d{1,6})\.", name))}
+    # before anything is made for each layer
+    if not 0 <= later < count or count - later > len(stored):
+        raise UserError(f"block_count is {count}, and it has tensors of {len(stored)} layers: the file is damaged")
+    return int(count - later)
+
+
+def _latent(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     """The widths of latent attention. Newer files state those of the compressed heads first."""
-    key = values.get("attention.key_length_mla", values.get("attention.key_length"))
-    value = values.get("attention.value_length_mla", values.get("attention.value_length"))
-    if not isinstance(key, int) or not isinstance(value, int):
-        raise UserError("attention.key_length and attention.value_length are missing")
-    widths = {"nope_dims": key - fields.get("rotary_dims", 0), "v_dims": value}
-    return {**widths, "n_kv_heads": fields.get("n_heads"), "d_head": key}
-
-
-def _plain(key: str, value: Any) -> Any:
-    """A value for a field. A list with one value for each layer is this value."""
-    if isinstance(value, np.ndarray):
-        if len(value) == 0 or (value != value[0]).any():
-            raise UserError(f"{key} differs between layers: {short(value.tolist())}")
-        value = value[0].item()
-    if not isinstance(value, int | float):
-        raise UserError(f"{key} is {short(value)}: expected a number")
-    if isinstance(value, float):
-        value = _decimal(value)
-    return None if key == "attention.sliding_window" and value == 0 else value
-
-
-def _tokens(header: Header, values: Mapping[str, Any], family: Any) -> dict[str, Any]:
-    table = _tensor(header, "token_embd.weight")
-    said = values.get("vocab_size")
-    if isinstance(said, int) and said != table.shape[0]:
-        raise UserError(f"vocab_size is {said}, and token_embd.weight has {table.shape[0]} rows")
-    # converters leave out rows behind the last token
-    fields: dict[str, Any] = {"n_vocab": table.shape[0]}
-    if "tied_head" in family.model_fields:
-        fields["tied_head"] = "output.weight" not in header.tensors
-    return fields
-
-
-def _present(header: Header, family: Any) -> dict[str, bool]:
-    return {
-        field: any(name in header.tensors for name in names)
-        for field, names in _PRESENT.items()
-        if field in family.model_fields
-    }
-
-
-def _layers(values: Mapping[str, Any], family: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs between layers: windows, and layers without experts."""
-    has, layers = family.model_fields, fields.get("layers")
-    made: dict[str, Any] = {}
-    if not isinstance(layers, int):
-        return made
-    if "dense_layers" in has:
-        dense = values.get("leading_dense_block_count", 0)
-        made["dense_layers"] = tuple(range(min(dense, layers))) if isinstance(dense, int) else ()
-    if "shared_d_ff" in has and "expert_shared_count" in values:
-        made["shared_d_ff"] = values["expert_shared_count"] * fields.get("expert_d_ff", 0)
-    pattern = values.get("attention.sliding_window_pattern")
-    if isinstance(pattern, np.ndarray) and "layer_types" in has and len(pattern) == layers:
-        full = [number + 1 for number, windowed in enumerate(pattern.tolist()) if not windowed]
-        period = full[0] if full else layers + 1
-        if full == list(range(period, layers + 1, period)):
-            made["full_every"] = period
-        else:
-            made["layer_types"] = tuple(
-                "sliding_attention" if windowed else "full_attention" for windowed in pattern.tolist()
-            )
-    elif isinstance(pattern, int) and "full_every" in has:
-        made["full_every"] = pattern
-    return made
-
-
-def _rotary(header: Header, values: Mapping[str, Any], family: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """How the frequencies are lowered: by keys, or by tensors with a number for each."""
-    kind = values.get("rope.scaling.type", "none")
-    scaling = {name.removeprefix("rope.scaling."): value for name, value in values.items()}
-    if "rotary_scaling" not in family.model_fields:
-        if kind != "none":
-            raise UserError(f"rope.scaling.type is {short(kind)}: this family has none")
-        return {}
-    taken = {
-        "rotary_factor": scaling.get("factor"),
-        "rotary_original_seq": scaling.get("original_context_length"),
-        "rotary_beta_fast": scaling.get("yarn_beta_fast"),
-        "rotary_beta_slow": scaling.get("yarn_beta_slow"),
-        "rotary_attention_factor": scaling.get("yarn_attn_factor", scaling.get("attn_factor")),
-    }
-    plain = {name: _plain(name, value) for name, value in taken.items() if value is not None}
-    factors = header.tensors.get("rope_freqs.weight")
-    if factors is not None:
-        return _llama3(factors, fields.get("rotary_base", 10000.0))
-    if "rope_factors_long.weight" in header.tensors:
-        numbers = {
-            f"rotary_{length}_factors": tuple(map(_decimal, _vector(_tensor(header, f"rope_factors_{length}.weight"))))
-            for length in ("short", "long")
-        }
-        wanted = ("rotary_original_seq", "rotary_attention_factor")
-        return {"rotary_scaling": "longrope", **numbers, **{name: plain[name] for name in wanted if name in plain}}
-    if kind == "linear" or (kind == "none" and "rope.scale_linear" in values):
-        factor = plain.get("rotary_factor", values.get("rope.scale_linear"))
-        return {} if factor == 1 else {"rotary_scaling": "linear", "rotary_factor": factor}
-    if kind == "yarn":
-        return {"rotary_scaling": "yarn", **plain, **_mscales(scaling, family)}
-    if kind != "none":
-        raise UserError(f"rope.scaling.type is {short(kind)}: only none, linear, yarn and longrope are supported")
-    return {}
-
-
-def _mscales(scaling: Mapping[str, Any], family: Any) -> dict[str, Any]:
-    """DeepSeek's magnitudes: a file has a tenth of mscale_all_dim, which equals mscale in released models."""
-    multiplier = scaling.get("yarn_log_multiplier")
-    if multiplier is None or "rotary_mscale" not in family.model_fields:
-        return {}
-    mscale = float(10 * Decimal(str(np.float32(multiplier))))
-    return {"rotary_mscale": mscale, "rotary_mscale_all_dims": mscale}
-
-
-def _llama3(tensor: StoredTensor, base: float) -> dict[str, Any]:
-    """The constants of Llama 3's rule, of which a file has only the results: a divisor of each frequency.
-
-    Between its ends the rule is a line: (factor / divisor - 1) / (factor - 1) = (original / wavelength - low) / (high -
-    low). Three constants make a line of two, so `low` is 1, as in all released models.
-
-    Raises:
-        UserError: the numbers are none of this rule.
-    """
-    divisors = _vector(tensor)
-    pairs, factor = len(divisors), float(divisors.max())
-    inverse = base ** (-np.arange(pairs) / pairs) / (2 * math.pi)
-    inner = (divisors > 1 + 1e-5) & (divisors < factor * (1 - 1e-5))
-    high, original = 4.0, 8192
-    if factor > 1 and not _fits(divisors, inverse, factor, high, original) and inner.sum() > 1:
-        slope, start = np.polyfit(inverse[inner], (factor / divisors[inner] - 1) / (factor - 1), 1)
-        high = float(f"{1 - 1 / start:.4g}") if start < 0 else high
-        original = round(slope * (high - 1))
-    if factor <= 1 or high <= 1 or not _fits(divisors, inverse, factor, high, original):
-        raise UserError(f"{tensor.name} has other numbers than Llama 3's rule with low_freq_factor 1 gives")
-    return {
-        "rotary_scaling": "llama3", "rotary_factor": _decimal(factor), "rotary_low_freq_factor": 1.0,
-        "rotary_high_freq_factor": high, "rotary_original_seq": original,
-    }  # fmt: skip
-
-
-def _fits(divisors: np.ndarray, inverse: np.ndarray, factor: float, high: float, original: int) -> bool:
-    smooth = np.clip((original * inverse - 1) / (high - 1), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    return bool((np.abs(divisors / expected - 1) < 1e-4).all())
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal that is the same float32 number: files have no wider ones."""
-    return float(str(np.float32(value)))
-
-
-def _check_others(values: Mapping[str, Any], family: Any, fields: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Refuse keys of fields that the family does not have, unless their value changes nothing."""
-    heads, width = fields.get("n_heads"), fields.get("d_model")
-    d_head = fields.get("d_head") or (
-        width // heads if isinstance(heads, int) and isinstance(width, int) and heads else 0
+    key, value = (
+        keys.get(f"attention.{name}_length_mla", int, keys.get(f"attention.{name}_length", int))
+        for name in ("key", "value")
     )
-    plain = {
-        "rope.dimension_count": d_head, "attention.key_length": d_head, "attention.head_count_kv": heads,
-        "attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 10000.0,
-        "expert_feed_forward_length": fields.get("d_ff"),
+    if key is None or value is None:
+        raise UserError("attention.key_length or attention.value_length is missing")
+    widths = {"nope_dims": key - fields.get("rotary_dims", 0), "v_dims": value}
+    return {**widths, "n_kv_heads": fields["n_heads"], "d_head": key}
+
+
+def _of_tensors(keys: Keys, family: Any) -> dict[str, Any]:
+    """What the names and the shapes of tensors say."""
+    tensors, has = keys.header.tensors, family.model_fields
+    if "token_embd.weight" not in tensors:
+        raise UserError("token_embd.weight is missing: it holds no whole model, perhaps only a vocabulary")
+    rows = tensors["token_embd.weight"].shape[0]
+    said = keys.get("vocab_size", int, rows)
+    if said != rows:
+        raise UserError(f"vocab_size is {said}, and token_embd.weight has {rows} rows")
+    present = {field: any(name in tensors for name in names) for field, names in _PRESENT.items() if field in has}
+    tied = {"tied_head": "output.weight" not in tensors} if "tied_head" in has else {}
+    return {"n_vocab": rows, **tied, **present}
+
+
+def _of_layers(keys: Keys, family: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """What differs between layers: windows, and layers without experts."""
+    has, layers, made = family.model_fields, fields["layers"], dict[str, Any]()
+    if "dense_layers" in has:
+        dense = keys.get("leading_dense_block_count", int, 0)
+        if not 0 <= dense <= layers:
+            raise UserError(f"leading_dense_block_count is {dense}, of {layers} layers")
+        made["dense_layers"] = tuple(range(dense))
+    if "expert_d_ff" in has and "expert_d_ff" not in fields:
+        # older files of Qwen2-MoE
+        made["expert_d_ff"] = fields["d_ff"] // max(1, fields.get("experts_per_token") or 1)
+    if "shared_d_ff" in has and "shared_d_ff" not in fields:
+        shared = keys.get("expert_shared_count", int)
+        expert = {**made, **fields}["expert_d_ff"]
+        made["shared_d_ff"] = fields["d_ff"] if shared is None else shared * expert
+    pattern = keys.header.metadata.get(f"{family.GGUF.architecture}.attention.sliding_window_pattern")
+    if pattern is None or "layer_types" not in has:
+        return made
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        return {**made, "full_every": pattern}
+    if not isinstance(pattern, np.ndarray) or pattern.dtype.kind not in "biu" or len(pattern) != layers:
+        raise UserError(f"attention.sliding_window_pattern is {short(pattern)}: expected a value for each layer")
+    full = [number + 1 for number, windowed in enumerate(pattern) if not windowed]
+    period = full[0] if full else layers + 1
+    if full == list(range(period, layers + 1, period)):
+        return {**made, "full_every": period}
+    return {**made, "layer_types": tuple(_KINDS[bool(windowed)] for windowed in pattern)}
+
+
+def _check_others(keys: Keys, family: Any, fields: dict[str, Any]) -> None:
+    """Refuse keys of fields that the family does not have, unless their value changes nothing."""
+    d_head = fields.get("d_head") or fields["d_model"] // max(1, fields["n_heads"])
+    expected = {
+        "rope.dimension_count": d_head, "attention.key_length": d_head, "attention.head_count_kv": fields["n_heads"],
+        "rope.freq_base": 10000.0, "rope.freq_base_swa": fields.get("rotary_base"),
+        "expert_feed_forward_length": fields["d_ff"], "expert_group_count": 1, "expert_group_used_count": 1,
+        "expert_weights_scale": 1.0,
     }  # fmt: skip
-    neutral = {
-        "expert_count": 0, "expert_used_count": 0, "attention.sliding_window": 0, "expert_group_count": 1,
-        "expert_group_used_count": 1, "expert_weights_scale": 1.0, "final_logit_softcapping": 0.0,
-    }  # fmt: skip
-    for key, value in values.items():
-        name = names.get(key)
-        if name is None or name in family.model_fields or key in family.GGUF.fields:
+    names = {**COMMON, **family.GGUF.fields}
+    for key in keys.names():
+        if key not in COMMON or names[key] in family.model_fields or key in family.GGUF.fields:
             continue
-        expected = {**plain, **neutral}.get(key)
-        if _plain(key, value) not in (expected, None):
-            raise UserError(f"{key} is {short(value)}: a model of {family.HF_MODEL_TYPE} has {expected}")
-    length = values.get("attention.value_length", d_head)
-    if length != d_head and "v_dims" not in family.model_fields:
-        raise UserError(f"attention.value_length is {short(length)}, and the width of a head is {d_head}")
-
-
-def _tensor(header: Header, name: str) -> StoredTensor:
-    if name not in header.tensors:
-        raise UserError(f"{name} is missing: it holds no whole model, perhaps only a vocabulary")
-    return header.tensors[name]
-
-
-def _vector(tensor: StoredTensor) -> np.ndarray:
-    """A tensor of one dimension, float64."""
-    if len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
-        raise UserError(f"{tensor.name} has shape {tensor.shape}: expected a list of numbers")
-    numbers = np.empty((1, tensor.shape[0]), blocks.dtype_of(tensor.kind))
-    blocks.read_rows(tensor, 0, numbers)
-    return numbers[0].astype(np.float64)
+        value = keys.number(key)
+        if value not in (expected.get(key), 0):
+            raise UserError(f"{key} is {value}: a model of {family.HF_MODEL_TYPE} has {expected.get(key, 0)}")
+    length = keys.number("attention.value_length")
+    if length not in (None, d_head) and "v_dims" not in family.model_fields:
+        raise UserError(f"attention.value_length is {length}, and the width of a head is {d_head}")
+    if keys.get("attention.causal", bool, True) is not True:
+        raise UserError("attention.causal is false: only models of text from left to right are read")
+    # softmax is 1, sigmoid 2
+    gating = keys.get("expert_gating_func", int, 0)
+    if gating not in (0, family.GGUF.gating):
+        raise UserError(f"expert_gating_func is {gating}: a model of {family.HF_MODEL_TYPE} has {family.GGUF.gating}")

@@ -18,17 +18,13 @@ def _permuted_heads(name: str, tensor: GgufTensor, model: Any) -> RowTensor:
     if heads is None:
         return tensor
     # in the file: (heads, pairs, halves)
-    rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    if len(tensor.shape) > 1:
-        return dataclasses.replace(tensor, order=rows)
-    return _computed(tensor, tensor.shape, lambda values: values[rows])
+    return _ordered(tensor, np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1))
 
 
 def _parts_of_qkv(name: str, tensor: GgufTensor, model: Any) -> RowTensor:
     if ".query_key_value." not in name:
         return tensor
-    rows = np.arange(tensor.shape[0]).reshape(3, model.n_heads, -1).swapaxes(0, 1).reshape(-1)
-    return _computed(tensor, tensor.shape, lambda values: values[rows])
+    return _ordered(tensor, np.arange(tensor.shape[0]).reshape(3, model.n_heads, -1).swapaxes(0, 1).reshape(-1))
 
 
 def _norm_plus_one(name: str, tensor: GgufTensor, model: Any) -> RowTensor:
@@ -80,6 +76,12 @@ def joined_kv_b(k_b: GgufTensor, v_b: GgufTensor) -> RowTensor:
         return np.concatenate([k.swapaxes(1, 2), v], 1, dtype=np.float32).reshape(-1, rank)
 
     return ComputedTensor(k_b.path, k_b.name, (heads * (nope + v_b.shape[1]), rank), np.dtype(np.float32), join)
+
+
+def _ordered(tensor: GgufTensor, rows: np.ndarray) -> RowTensor:
+    if len(tensor.shape) > 1:
+        return dataclasses.replace(tensor, order=rows)
+    return _computed(tensor, tensor.shape, lambda values: values[rows])
 
 
 def _computed(tensor: GgufTensor, shape: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray]) -> ComputedTensor:

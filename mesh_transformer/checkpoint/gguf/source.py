@@ -1,12 +1,14 @@
 """The tensors of a GGUF file, under the names of the family's own file."""
 
+import dataclasses
 import math
 import re
 
 from mesh_transformer.checkpoint.gguf.model import row_of
+from mesh_transformer.checkpoint.gguf.rotary import FACTORS, FREQUENCIES
 from mesh_transformer.checkpoint.gguf.rules import joined_kv_b, reverted
 from mesh_transformer.checkpoint.gguf.tensor import GgufTensor
-from mesh_transformer.checkpoint.hf.source import HFSource, foreign_names, stacked_rows
+from mesh_transformer.checkpoint.hf.source import HFSource, foreign_names, foreign_shape, stacked_rows
 from mesh_transformer.checkpoint.identity import check_same_architecture
 from mesh_transformer.checkpoint.tensors import RowTensor
 from mesh_transformer.config import ModelConfig
@@ -15,7 +17,7 @@ from mesh_transformer.gguf.header import Header
 from mesh_transformer.logs import log
 
 # numbers of the rotary encoding, which the config has
-_ROTARY = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
+_ROTARY = {"llama3": {FREQUENCIES}, "longrope": set(FACTORS.values())}
 
 
 def open_tensors(header: Header, model: ModelConfig) -> dict[str, RowTensor]:
@@ -28,6 +30,7 @@ def open_tensors(header: Header, model: ModelConfig) -> dict[str, RowTensor]:
     tensors: dict[str, RowTensor] = {}
     used: set[str] = set()
     for row in stacked_rows(model):
+        shape = foreign_shape(row, model)
         for place, name in foreign_names(row, model):
             if row_of(model).split_kv_b and name.endswith("kv_b_proj.weight"):
                 parts = [names.of(name.replace("kv_b_proj", part)) for part in ("k_b_proj", "v_b_proj")]
@@ -42,9 +45,15 @@ def open_tensors(header: Header, model: ModelConfig) -> dict[str, RowTensor]:
             tensor = GgufTensor.of(header.tensors[stored])
             if "{e}" in row.foreign:
                 tensor = _expert(tensor, place[-1])
+            elif shape[:1] == (1,) and tensor.shape == shape[1:]:
+                # ggml drops dimensions of 1 in front
+                tensor = dataclasses.replace(tensor, shape=shape)
             tensors[name] = reverted(row_of(model).rules, name, tensor, model)
-    for name in header.tensors.keys() - used:
-        if not _ROTARY.fullmatch(name) and not _predicts_later(name, header, model):
+    used |= _ROTARY.get(getattr(model, "rotary_scaling", "none"), set())
+    for name in sorted(header.tensors.keys() - used):
+        if re.fullmatch(r"blk\.\d+\.ffn_\w+\.\d+\.weight", name):
+            raise UserError(f"{header.path}: {name} is of one expert, as before 2024: convert the model again")
+        if not _predicts_later(name, header, model):
             raise UserError(f"{header.path}: {name} is not a tensor of {model.family} with {model.layers} layers")
     return tensors
 

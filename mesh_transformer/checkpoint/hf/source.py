@@ -189,7 +189,7 @@ class HFSource:
                     f"{self.where}: names of tensors have the prefix {match[1]!r}, as in "
                     f"{stored[match.start(1) :]:.200}: save the model inside of the wrapper, or remove the prefix"
                 )
-        return UserError(f"{self.where}: {name} is missing (config.json has {self.model.layers} layers)")
+        return UserError(f"{self.where}: {name} is missing (the model has {self.model.layers} layers)")
 
     def _check_names(self) -> None:
         """Check that the folder has every tensor of the model, with its shape, and no other."""

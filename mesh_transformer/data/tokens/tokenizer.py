@@ -172,7 +172,7 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
         spec = folder
     spec = spec or "gpt2"
     if is_gguf(spec):
-        return _from_gguf(hub.downloaded_gguf(spec) if hub.is_name(spec) else spec, spec)
+        return _from_gguf(spec)
     if hub.is_name(spec):
         return _from_folder(_download(spec), spec)
     if is_remote(spec):
@@ -188,28 +188,23 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
 
 def is_gguf(spec: str) -> bool:
     """Whether a tokenizer's name is a GGUF file, local, `gs://` or on the hub. Of a local file its bytes decide."""
-    if hub.is_name(spec) or is_remote(spec):
-        return spec.endswith(".gguf")
-    return os.path.isfile(spec) and has_magic(spec)
+    if hub.is_name(spec):
+        return hub.gguf_file(spec) is not None
+    return spec.endswith(".gguf") if is_remote(spec) else os.path.isfile(spec) and has_magic(spec)
 
 
-def _from_gguf(path: str, name: str) -> HubTokenizer:
-    """The tokenizer in a GGUF file, or, if its splitting is not known, the one in the file's folder."""
-    from mesh_transformer.gguf.tokens import tokenizer_files
+def _gguf_files(spec: str) -> dict[str, bytes]:
+    """The files of the tokenizer in a GGUF file, or, if its splitting is not known, of the one beside it."""
+    from mesh_transformer.gguf.tokens import tokenizer_beside
 
-    folder = os.path.dirname(path)
-    try:
-        contents = tokenizer_files(open_parts(path))
-    except UserError:
-        if is_remote(path) or not has_tokenizer(folder):
-            raise
-        return _from_folder(folder, folder)
-    if not contents:
-        raise UserError(f"{name} has no tokenizer; {_WAY_OUT}")
+    return tokenizer_beside(open_parts(hub.downloaded_gguf(spec) if hub.is_name(spec) else spec), _FILES)
+
+
+def _from_gguf(spec: str) -> HubTokenizer:
     with tempfile.TemporaryDirectory() as made:
-        for file, content in contents.items():
+        for file, content in _gguf_files(spec).items():
             files.replace(join(made, file), content)
-        return _from_folder(made, name)
+        return _from_folder(made, spec)
 
 
 def warn_of_more_ids(tokenizer: Tokenizer, n_vocab: int) -> None:
@@ -239,11 +234,9 @@ def save_tokenizer(spec: str, folder: str) -> None:
             files.replace(join(folder, name), content)
         return
     if is_gguf(spec):
-        from mesh_transformer.gguf.tokens import tokenizer_files
-
-        header = open_parts(hub.downloaded_gguf(spec) if hub.is_name(spec) else spec)
-        for name, content in tokenizer_files(header).items():
-            files.replace(join(folder, name), content)
+        for name, content in _gguf_files(spec).items():
+            if name in hub.TOKENIZER_FILES:
+                files.replace(join(folder, name), content)
         return
     source = spec if is_remote(spec) or os.path.isdir(spec) else _download(spec)
     _copy(source, folder, hub.TOKENIZER_FILES)

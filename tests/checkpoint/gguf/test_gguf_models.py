@@ -11,6 +11,8 @@ import pytest
 from support import gguf_files, gguf_models, hf_models
 from support import hf_folders as hf
 
+from mesh_transformer.checkpoint.gguf.model import parse_model
+from mesh_transformer.checkpoint.gguf.source import GgufSource
 from mesh_transformer.checkpoint.gguf.tensor import GgufTensor
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.open import Checkpoint
@@ -115,14 +117,26 @@ def small(tmp_path: Path, metadata: Mapping[str, Any] = {}, tensors: Mapping[str
         ({}, {"blk.1.ffn_up.weight": np.ones((2, 2), np.float32)}, "blk.1.ffn_up.weight is not a tensor of llama"),
         ({}, {"blk.0.ffn_up.weight": np.ones((3, 32), np.float32)}, r"has shape .3, 32., expected .32, 32."),
         ({"{}.vocab_size": 33}, {}, "vocab_size is 33, and token_embd.weight has 32 rows"),
-        ({"{}.block_count": None}, {}, "describe no model: layers: Field required"),
-        ({"{}.block_count": 2**31 - 1}, {}, "describe no model: layers"),
+        ({"{}.block_count": None}, {}, "its metadata have no block_count of llama"),
+        ({"{}.block_count": 2**31 - 1}, {}, "block_count is 2147483647, and it has tensors of 1 layers"),
         ({"{}.attention.head_count": "4"}, {}, "attention.head_count is .4.: expected a number"),
         ({"{}.attention.head_count_kv": [4, 3]}, {}, "attention.head_count_kv differs between layers"),
         ({"{}.attention.value_length": 3}, {}, "value_length is 3, and the width of a head is 8"),
         ({"{}.rope.dimension_count": 4}, {}, "rope.dimension_count is 4: a model of llama has 8"),
         ({"{}.rope.scaling.type": "other"}, {}, "rope.scaling.type is .other.: only none, linear, yarn"),
         ({"{}.attention.sliding_window": 8}, {}, "attention.sliding_window is 8: a model of llama has 0"),
+        ({"{}.attention.causal": False}, {}, "attention.causal is false"),
+        ({"{}.expert_gating_func": 2}, {}, "expert_gating_func is 2: a model of llama has 1"),
+        ({"{}.rope.scaling.attn_factor": 2.0}, {}, "rope.scaling.attn_factor is 2.0"),
+        ({"{}.rope.scaling.yarn_ext_factor": 0.5}, {}, "yarn_ext_factor is not 1"),
+        ({"{}.context_length": None}, {}, "its metadata have no context_length of llama"),
+        ({"{}.attention.layer_norm_rms_epsilon": None}, {}, "have no attention.layer_norm_rms_epsilon or"),
+        ({"{}.vocab_size": "32"}, {}, "llama.vocab_size is '32': expected a whole number"),
+        ({"general.type": [1, 2]}, {}, "general.type is .*: expected a text"),
+        ({"{}.rope.freq_base": 0.0}, {"rope_freqs.weight": np.float32([1, 2, 4, 4])}, "has 4 numbers: expected"),
+        ({}, {"rope_freqs.weight": np.float32([1, 2, np.inf, 4])}, "has a number that is not finite"),
+        ({}, {"rope_freqs.weight": np.float32([1, 2])}, "has 2 numbers: expected 4 of at least 1"),
+        ({}, {"blk.0.ffn_up.0.weight": np.ones((2, 2), np.float32)}, "is of one expert, as before 2024"),
         ({"{}.new_key": 1}, {}, "llama.new_key is 1: this key is unknown and may change the model"),
         ({}, {"rope_freqs.weight": np.float32([1, 2, 7, 9])}, "has other numbers than Llama 3's rule"),
     ],
@@ -130,6 +144,65 @@ def small(tmp_path: Path, metadata: Mapping[str, Any] = {}, tensors: Mapping[str
 def test_what_is_refused(tmp_path: Path, metadata: Any, tensors: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         opened(small(tmp_path, metadata, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fields"),
+    [
+        ("gemma3", {"rope.freq_base_swa": None, "rope.freq_base": None},
+         {"rotary_base": 10000.0, "local_rotary_base": 10000.0}),
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention.sliding_window": None},
+         {"attention_softcap": 50.0, "softcap": 30.0, "window": 4096}),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, {"attention_softcap": None}),
+        ("granite", {"attention.scale": 0.0}, {"attention_scale": 14**-0.5}),
+        ("glm4", {"rope.dimension_count": None}, {"rotary_dims": 18}),
+        ("mixtral", {"attention.head_count_kv": None}, {"n_kv_heads": 6}),
+        ("llama2", {"rope.scaling.factor": 4.0}, {"rotary_scaling": "linear", "rotary_factor": 4.0}),
+        ("llama2", {"rope.scale_linear": 4.0}, {"rotary_scaling": "linear", "rotary_factor": 4.0}),
+    ],
+)  # fmt: skip
+def test_what_a_file_does_not_say_is_as_llama_cpp_assumes_it(
+    tmp_path: Path, name: str, changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    metadata = read_header(str(gguf_models.save(name, tmp_path / name))).metadata
+    architecture = metadata["general.architecture"]
+    changed = {**metadata, **{f"{architecture}.{key}": value for key, value in changes.items()}}
+    header = read_header(str(tmp_path / f"{name}.gguf"))
+    model = parse_model(header._replace(metadata={key: value for key, value in changed.items() if value is not None}))
+    assert {field: getattr(model, field) for field in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "reason"),
+    [
+        ("cohere2", "logit_scale", None, "have no logit_scale of cohere2"),
+        ("granite", "logit_scale", None, "have no logit_scale of granite"),
+        ("granite", "rope.scaling.finetuned", False, "a Granite without rotary encoding"),
+        ("gpt_neox", "use_parallel_residual", None, "have no use_parallel_residual of gptneox"),
+        ("glm4_moe", "expert_gating_func", 1, "expert_gating_func is 1: a model of glm4_moe has 2"),
+        ("glm4_moe", "leading_dense_block_count", 2**30, "leading_dense_block_count is 1073741824, of 3 layers"),
+        ("olmo3", "attention.sliding_window_pattern", np.float32([1, 0]), "expected a value for each layer"),
+        ("deepseek_v2", "expert_gating_func", 2, "expert_gating_func is 2: a model of deepseek_v2 has 1"),
+    ],
+)
+def test_keys_of_families_that_are_refused(tmp_path: Path, name: str, key: str, value: Any, reason: str) -> None:
+    header = read_header(str(gguf_models.save(name, tmp_path / name)))
+    metadata = {**header.metadata, f"{header.metadata['general.architecture']}.{key}": value}
+    with pytest.raises(UserError, match=reason):
+        parse_model(header._replace(metadata={key: value for key, value in metadata.items() if value is not None}))
+
+
+def test_a_dimension_of_one_that_ggml_drops(tmp_path: Path) -> None:
+    path = gguf_models.save("qwen2_moe", tmp_path / "m")
+    header = read_header(str(path))
+    name = "blk.0.ffn_gate_inp_shexp.weight"
+    stored = header.tensors[name]
+    assert stored.shape == (1, 84)
+    dropped = header._replace(tensors={**header.tensors, name: stored._replace(shape=(84,))})
+    model = parse_model(header)
+    found, expected = (hf.read_all(GgufSource(one, model, model)) for one in (dropped, header))
+    for parameter, values in expected.items():
+        np.testing.assert_array_equal(found[parameter], values)
 
 
 def test_an_architecture_without_a_family(tmp_path: Path) -> None:
