@@ -1,4 +1,4 @@
-"""Convert a Hugging Face folder to a native or classic checkpoint at step 0."""
+"""Convert a Hugging Face folder or a GGUF file to a native or classic checkpoint at step 0."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer import files
-from mesh_transformer.errors import UserError, listed
+from mesh_transformer.errors import UserError
 from mesh_transformer.gguf.header import Header, decimal
 from mesh_transformer.gguf.splits import SPLITS, pre_tokenizer
 
@@ -136,7 +136,7 @@ def _byte_pairs(header: Header, vocabulary: Mapping[str, int]) -> tuple[dict[str
     name = header.get("tokenizer.ggml.pre", str)
     split = SPLITS.get(name)
     if split is None:
-        raise _other(header, f"tokenizer.ggml.pre is {name!r:.40}: how it splits words is not known")
+        raise _other(header, f"tokenizer.ggml.pre is {name!r:.40}: docs/gguf.md has the names that are known")
     merges = header.get("tokenizer.ggml.merges", list)
     if merges is None:
         raise _other(header, "its tokenizer has no merges")
@@ -272,8 +272,7 @@ def _types(header: Header, tokens: Sequence[str]) -> list[int]:
 
 
 def _other(header: Header, reason: str) -> UserError:
-    known = listed(sorted(SPLITS), most=99)
     return UserError(
         f"{header.path}: {reason}; put the model's own tokenizer.json beside the file, or name its folder with --set "
-        f"data.tokenizer=FOLDER (--tokenizer FOLDER). Known splittings: {known}"
+        "data.tokenizer=FOLDER (--tokenizer FOLDER)"
     )

@@ -147,7 +147,7 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
     """Add --tune-model-path and --fresh-opt."""
     add_model_path(
         parser,
-        "start at step 0 from the weights of this checkpoint: native, classic or a Hugging Face folder; local, gs:// "
+        "start at step 0 from the weights of this checkpoint: native, classic, Hugging Face or GGUF; local, gs:// "
         "or hf://ORG/NAME[@REVISION]",
     )
     parser.add_argument(

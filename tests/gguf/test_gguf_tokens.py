@@ -103,7 +103,7 @@ def test_proposed_sampling_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"ggml__pre": "mystery"}, "tokenizer.ggml.pre is 'mystery': how it splits words is not known; put the"),
+        ({"ggml__pre": "mystery"}, "tokenizer.ggml.pre is 'mystery': docs/gguf.md has the names that are known"),
         ({"ggml__model": "bert"}, "tokenizer.ggml.model is 'bert': only gpt2 and llama can be read"),
         ({"ggml__model": "none"}, "has no tokenizer"),
         ({"ggml__merges": ["a x"]}, "the merge 'a x' of its tokenizer does not join two tokens"),

@@ -11,6 +11,7 @@ DOCKER = "needs a Docker daemon; scripts/image_check.sh runs the image's steps w
 HUB = "downloads from the Hugging Face hub"
 PACKAGES = "installs packages"
 WEIGHTS = "needs the weights of a model that are not in the repository: GPT-J-6B, or Pythia of the section's first part"
+REAL = "needs a trained model; tests/real runs these commands with it where it is"
 LIBTPU = "compiles for TPUs for minutes, where tests marked tpu take small models"
 HOURS = "takes over ten minutes"
 BENCHMARK = "measures an idle machine for minutes, some beside packages that the tests do not install"
@@ -57,6 +58,8 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/checkpoints.md", "python resharding_example.py --config configs/6B_roto_256.json"): WEIGHTS,
     ("docs/checkpoints.md", "python to_hf_weights.py --config configs/6B_roto_256.json"): WEIGHTS,
     ("docs/checkpoints.md", "python from_hf_weights.py --input gptj_hf"): WEIGHTS,
+    ("docs/gguf.md", "mesh-transformer "): REAL,
+    ("CONTRIBUTING.md", "python tests/support/real_model.py"): PACKAGES,
     ("docs/checkpoints.md", "python device_train.py --config configs/6B_"): WEIGHTS,
     ("docs/driver.md", "python train.py --processes 2 --config C"): PATTERN,
     ("docs/driver.md", "(umask 077; ray"): CLUSTER,

@@ -1,0 +1,171 @@
+"""A trained model against what transformers computes with it: SmolLM2-135M-Instruct in a GGUF file."""
+
+import contextlib
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import hf_folders as hf
+from support import loopback
+from support.builders import program
+from support.commands import run, start
+from support.evaluated import HarnessRequest, ours
+from support.processes import PATHS, wait_for_health
+
+from mesh_transformer.checkpoint.load import load
+from mesh_transformer.checkpoint.open import Checkpoint
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
+from mesh_transformer.runtime import convert
+from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+
+pytestmark = pytest.mark.real
+
+# nats per request, and of a sum over a paragraph: float32 with another order of sums
+TOLERANCE = 1e-4
+DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def parameters(checkpoint: Checkpoint) -> Any:
+    """The parameters as a tree of float32 arrays."""
+    assert checkpoint.model is not None
+    return hf.to_tree(hf.read_all(checkpoint.source(checkpoint.model)))
+
+
+@pytest.fixture(scope="module")
+def exported(real_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that to-hf writes."""
+    folder = tmp_path_factory.mktemp("real") / "hf"
+    convert.to_hf(None, [], str(real_file), str(folder))
+    return folder
+
+
+def test_tensors_are_those_of_transformers(exported: Path, values: Any) -> None:
+    tensors = safetensors.numpy.load_file(exported / "model.safetensors")
+    found = {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors.items()}
+    assert found == values["tensors"]
+
+
+def test_round_trips_are_exact(exported: Path, tmp_path: Path) -> None:
+    """Hugging Face to native and back, and each shorter dtype."""
+    convert.from_hf(str(exported), str(tmp_path / "native"), format="native")
+    expected = safetensors.numpy.load_file(exported / "model.safetensors")
+    for name, dtype in [("fp32", np.float32), *DTYPES.items()]:
+        convert.to_hf(None, [], str(tmp_path / "native"), str(tmp_path / name), dtype=name)
+        found = safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert found[key].tobytes() == tensor.astype(dtype).tobytes(), (name, key)
+    for file in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "fp32" / file).read_bytes() == (exported / file).read_bytes()
+
+
+def test_tokens(real_file: Path, values: Any) -> None:
+    tokenizer = load_tokenizer(str(real_file))
+    for row in values["greedy"]:
+        assert tokenizer.encode(row["prompt"]) == row["ids"]
+    for row in values["paragraphs"]:
+        assert len(tokenizer.encode(row["text"])) == row["tokens"]
+    assert [tokenizer.token_name(token) for token in tokenizer.end_tokens] == ["<|endoftext|>", "<|im_end|>"]
+
+
+def test_greedy_tokens(real_file: Path, values: Any, tmp_path: Path) -> None:
+    for row in values["greedy"][::2]:
+        options = ["--prompt", row["prompt"], "--json", "--temperature", "0", "--max-new-tokens", "12"]
+        output, _ = run("device_sample.py", "--ckpt", str(real_file), *options, cwd=tmp_path)
+        assert json.loads(output)["tokens"] == row["tokens"]
+
+
+def test_perplexity_of_paragraphs(checkpoint: Checkpoint, parameters: Any, real_file: Path, values: Any) -> None:
+    tokenizer, rows = load_tokenizer(str(real_file)), values["paragraphs"]
+    assert checkpoint.model is not None
+    tokens = np.zeros((len(rows), max(row["tokens"] for row in rows)), np.int32)
+    for line, row in zip(tokens, rows, strict=True):
+        line[: row["tokens"]] = tokenizer.encode(row["text"])
+    logits = np.asarray(hf.model_logits(checkpoint.model, parameters, tokens), np.float64)
+    largest = logits.max(-1, keepdims=True)
+    logprobs = logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
+    for line, scores, row in zip(tokens, logprobs, rows, strict=True):
+        ids = line[1 : row["tokens"]]
+        assert -scores[np.arange(len(ids)), ids].sum() / len(ids) == pytest.approx(row["nll"] / len(ids), abs=TOLERANCE)
+
+
+def test_log_likelihoods_of_questions(checkpoint: Checkpoint, parameters: Any, real_file: Path, values: Any) -> None:
+    pytest.importorskip("lm_eval")
+    assert checkpoint.model is not None
+    model = checkpoint.model.model_copy(update={"seq": 256})
+    evaluated = ours(model, parameters, load_tokenizer(str(real_file)))
+    requests = [HarnessRequest((context, continuation)) for context, continuation, _ in values["evaluation"]]
+    scores = [score for score, _ in HarnessLM(evaluated).loglikelihood(requests)]
+    np.testing.assert_allclose(scores, [score for *_, score in values["evaluation"]], rtol=1e-6, atol=TOLERANCE)
+
+
+def test_two_steps_of_tuning(checkpoint: Checkpoint, values: Any) -> None:
+    expected, model = values["tuning"], checkpoint.model
+    assert model is not None
+    batch = np.array(expected["records"], np.int32)
+    optimizer = {
+        "lr": expected["learning_rate"], "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0,
+        "clip_norm": 1e9, "z_loss": 0.0, "total_steps": 2,
+    }  # fmt: skip
+    data = {"batch_size": batch.shape[0], "seq": batch.shape[1] - 1}
+    made = program({"model": model.model_dump(), "optimizer": optimizer, "data": data})
+    params = load(checkpoint.source(model), {"params": made.placement.abstract(np.float32)})["params"]
+    state, losses = made.begin(params, made.fresh_optimizer(params), {}), []
+    for _ in range(2):
+        state, metrics = made.train_step(state, batch[None])
+        losses.append(float(jax.device_get(metrics["train/loss"])))
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=TOLERANCE)
+
+
+@contextlib.contextmanager
+def server(path: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the file, and its address, when it is ready."""
+    options = ["--port", "0", "--slots", "1", "--set", "model.seq=256"]
+    child = start("device_serve.py", "--ckpt", str(path), *options, cwd=folder, devices=1, **PATHS)
+    try:
+        assert child.stderr is not None
+        lines = iter(child.stderr.readline, "")
+        url = next(match[1] for line in lines if (match := re.search(r"listening on (http://\S+) ", line)))
+        wait_for_health(url)
+        yield child, url
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def reused(url: str) -> float:
+    """The tokens of prompts that the cache had."""
+    counted = re.search(
+        r"^mesh_transformer_reused_prompt_tokens_total (\S+)", loopback.get(f"{url}/metrics").text, re.M
+    )
+    assert counted is not None
+    return float(counted[1])
+
+
+def test_a_chat_of_two_turns(real_file: Path, tmp_path: Path, values: Any) -> None:
+    """Whole and in a stream; the second turn takes the first one's tokens from the cache, and few programs are made."""
+    with server(real_file, tmp_path) as (_, url):
+        assert loopback.get(f"{url}/health").json()["programs"] == 2
+        assert loopback.get(f"{url}/v1/models").json()["data"][0]["id"] == real_file.stem
+        for turn, row in enumerate(values["chat"]):
+            before = reused(url)
+            body = {"messages": row["messages"], "max_tokens": 12, "temperature": 0}
+            answer = loopback.post(f"{url}/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"] == row["answer"]
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            assert answer["usage"]["prompt_tokens"] == row["prompt_tokens"]
+            assert (reused(url) - before > 20) == (turn > 0)
+            with loopback.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}) as stream:
+                events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+            parts = [event["choices"][0]["delta"].get("content") or "" for event in events]
+            assert "".join(parts) == row["answer"]
