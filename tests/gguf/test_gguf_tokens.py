@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file. token_ids.json.xz has what llama.cpp makes of odd texts (make_token_ids.py)."""
+"""The tokenizer of a GGUF file. tests/golden/gguf_tokens has what llama.cpp makes of odd texts."""
 
 import json
 import lzma
@@ -15,7 +15,7 @@ from mesh_transformer.gguf.header import read_header
 from mesh_transformer.gguf.splits import SPLITS
 from mesh_transformer.gguf.tokens import generation_config
 
-STORED = json.loads(lzma.decompress((Path(__file__).parent / "token_ids.json.xz").read_bytes()))
+STORED = json.loads(lzma.decompress((Path(__file__).parents[1] / "golden/gguf_tokens/token_ids.json.xz").read_bytes()))
 TEXTS = STORED["texts"]
 # llama.cpp has no normal forms of Unicode, which the models' own tokenizers apply: letters with combining marks
 COMPOSED = {"e\u0301e\u0301", "E\u0301A", "a\u0300b\u0301c\u0302", "x\u0323\u0307", "\u00e9 e\u0301"}

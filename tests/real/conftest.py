@@ -1,4 +1,4 @@
-"""The trained model, and what transformers computes with it (make_values.py)."""
+"""The trained model, and what transformers computes with it (tests/golden/real)."""
 
 import json
 from pathlib import Path
@@ -27,4 +27,4 @@ def checkpoint(real_file: Path) -> Checkpoint:
 @pytest.fixture(scope="session")
 def values() -> Any:
     """What transformers computes in float32."""
-    return json.loads(Path(__file__).with_name("values.json").read_text())
+    return json.loads((Path(__file__).parents[1] / "golden/real/values.json").read_text())

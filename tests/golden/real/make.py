@@ -1,6 +1,6 @@
 """Make values.json: what transformers, in float32, computes with the model of tests/support/real_model.py.
 
-By hand, from the root: PYTHONPATH=$PWD:$PWD/tests python tests/real/make_values.py
+By hand, from the root: PYTHONPATH=$PWD:$PWD/tests python -m golden.real.make
 transformers dequantises the file itself. Its texts become tokens by the tokenizer that we make of the file, because
 its own conversion loses the splitting of words; tests/gguf compares that tokenizer with llama.cpp.
 """
@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import golden
 import torch
 from support import real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import golden
 from mesh_transformer.data.tokens.tokenizer import save_tokenizer
 
 NEW_TOKENS = 12

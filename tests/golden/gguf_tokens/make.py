@@ -1,6 +1,6 @@
 """Make token_ids.json.xz: what llama.cpp makes of odd texts, for each splitting of words, and for pieces with scores.
 
-By hand, with `pip install xllamacpp`: python tests/gguf/make_token_ids.py TEXTS.json
+By hand, with `pip install xllamacpp`: PYTHONPATH=$PWD:$PWD/tests python -m golden.gguf_tokens.make TEXTS.json
 """
 
 import json
@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
+from support import gguf_files
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-import golden  # noqa: E402
-from support import gguf_files  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
-
-from mesh_transformer.gguf.splits import SPLITS  # noqa: E402
+import golden
+from mesh_transformer.gguf.splits import SPLITS
 
 
 def llama_cpp(metadata: Mapping[str, Any], texts: list[str]) -> list[list[int]]:
