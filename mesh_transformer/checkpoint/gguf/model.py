@@ -102,6 +102,8 @@ def _family(header: Header) -> Any:
         hints = {"adapter": "merge it into its model with llama.cpp's export-lora", "mmproj": "give the text model"}
         advice = hints.get(kind, "give a model")
         raise UserError(f"it holds no whole model, its general.type is {short(kind)}: {advice}")
+    if not header.tensors:
+        raise UserError("it holds a vocabulary and no weights: give the file of the whole model")
     rows = {family: family.GGUF for family in FAMILIES.values() if family.GGUF is not None}
     for family in sorted(rows, key=lambda family: rows[family].needs is None):
         if rows[family].architecture == architecture and _has_needs(header, rows[family]):

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from support import gguf_files, gguf_models, hf_models
 from support import hf_folders as hf
+from support.gcs_server import GcsServer
 
+from mesh_transformer import files
 from mesh_transformer.checkpoint.gguf.model import parse_model
 from mesh_transformer.checkpoint.gguf.source import GgufSource
 from mesh_transformer.checkpoint.gguf.tensor import GgufTensor
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.open import Checkpoint
+from mesh_transformer.data.tokens.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.gguf.header import read_header
@@ -210,6 +213,27 @@ def test_an_architecture_without_a_family(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "a.gguf", "mamba", metadata, tensors)
     with pytest.raises(UserError, match="general.architecture is 'mamba': only .*llama.* can be read"):
         opened(path)
+
+
+def test_a_vocabulary_alone(tmp_path: Path) -> None:
+    metadata, _ = gguf_files.llama(32, width=32)
+    with pytest.raises(UserError, match="it holds a vocabulary and no weights"):
+        opened(gguf_files.write(tmp_path / "a.gguf", "llama", metadata, {}))
+
+
+def test_a_file_in_a_bucket(gcs: GcsServer, tmp_path: Path) -> None:
+    """Its header and its rows are read by ranges."""
+    path = small(
+        tmp_path, gguf_files.byte_pairs(["a", "b", "ab", *(f"t{i}" for i in range(29))], ["a b"], "gpt-2", ["t0"])
+    )
+    files.upload(str(path), "gs://bucket/m/small.gguf")
+    expected = hf.read_all(opened(path)[1])
+    checkpoint = Checkpoint.open("gs://bucket/m/small.gguf")
+    assert checkpoint.model is not None
+    found = hf.read_all(checkpoint.source(checkpoint.model))
+    for parameter, values in expected.items():
+        np.testing.assert_array_equal(found[parameter], values)
+    assert load_tokenizer("gs://bucket/m/small.gguf").n_vocab == 32
 
 
 def test_the_first_bytes_decide(tmp_path: Path) -> None:
