@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser(__doc__, needs_config=True)
+    parser = cli.parser(__doc__)
+    _add_model(parser)
     cli.add_model_path(parser, "the checkpoint that tells the model of a config without the group model")
     parser.add_argument(
         "--tpu",
@@ -83,6 +84,21 @@ def _parser() -> argparse.ArgumentParser:
         help="write a table of the operations of each compiled program to DIR, with their estimated times",
     )
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add --model, --seq and --batch: a model without a config."""
+    parser.add_argument(
+        "--model",
+        type=cli.checkpoint_path,
+        metavar="MODEL",
+        help="judge this model without a config: a checkpoint, hf://ORG/NAME, a config.json or a folder with one; no "
+        "weights are read",
+    )
+    parser.add_argument(
+        "--seq", type=int, metavar="N", help="with --model: tokens of a sequence, and the context of a server"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="with --model: sequences of a step")
 
 
 def _watched(arguments: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/checkpoints.md", "python to_hf_weights.py --config configs/6B_roto_256.json"): WEIGHTS,
     ("docs/checkpoints.md", "python from_hf_weights.py --input gptj_hf"): WEIGHTS,
     ("docs/gguf.md", "mesh-transformer "): REAL,
+    ("docs/preflight.md", "mesh-transformer preflight --model llama"): WEIGHTS,
     ("CONTRIBUTING.md", "python tests/support/real_model.py"): PACKAGES,
     ("docs/checkpoints.md", "python device_train.py --config configs/6B_"): WEIGHTS,
     ("docs/driver.md", "python train.py --processes 2 --config C"): PATTERN,

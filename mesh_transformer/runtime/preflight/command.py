@@ -24,6 +24,7 @@ from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
 from mesh_transformer.estimate.tpus import INSTALL_LIBTPU, has_libtpu
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.preflight import report
+from mesh_transformer.runtime.preflight.model import config_of
 from mesh_transformer.runtime.training.config import training_config
 
 # A config and the --set arguments that distinguish it from the given one.
@@ -38,6 +39,10 @@ class PreflightOptions:
     """The options of preflight.py."""
 
     tune_model_path: str | None
+    # see `model.config_of`
+    model: str | None
+    seq: int | None
+    batch: int | None
     tpu: Sequence[str]
     gpu: Sequence[str]
     search: bool
@@ -55,7 +60,7 @@ class PreflightOptions:
     op_table: str | None
 
 
-def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -> int:
+def run(config_path: str | None, overrides: Sequence[str], options: PreflightOptions) -> int:
     """Run preflight.py. Returns 0 if something fits each target, else 1.
 
     Without libtpu the training step on a TPU slice is judged by the closed form: nothing is compiled.
@@ -67,7 +72,7 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     _check(options)
     # programs are compiled for devices that are not attached: the devices of this machine stay free
     jax.config.update("jax_platforms", "cpu")
-    config = training_config(config_path, overrides, options.tune_model_path)
+    config = _config(config_path, overrides, options)
     targets = [*map(tpu_target, options.tpu), *map(gpu_target, options.gpu)]
     targets = targets or [tpu_target(name) for name in DEFAULT_SLICES]
     if any(map(_by_formula, targets)):
@@ -103,8 +108,21 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
         if not any(row.fits for row in rows):
             log.warning("%s", report.advice(target, rows, _remedies(config, target)))
     if options.plot:
-        report.plot(predictions, options.plot, _title(config_path, config))
+        report.plot(predictions, options.plot, _title(config_path or options.model or "", config))
     return 0 if all(any(row.fits for row in rows) for rows in predictions) else 1
+
+
+def _config(path: str | None, overrides: Sequence[str], options: PreflightOptions) -> Config:
+    if options.model is not None:
+        if path is not None or options.tune_model_path is not None:
+            raise UserError("--model makes a config of its own: use it without --config and --tune-model-path")
+        return config_of(options.model, options.seq, options.batch, overrides)
+    if path is None:
+        raise UserError("nothing to judge: give --config FILE, or --model with a model of any supported family")
+    for option, value in {"--seq": options.seq, "--batch": options.batch}.items():
+        if value is not None:
+            raise UserError(f"{option} is for --model; a config has data.seq and data.batch_size")
+    return training_config(path, overrides, options.tune_model_path)
 
 
 def _title(config_path: str, config: Config) -> str:

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from support import gguf_models, hf_models
 from support.builders import TINY
+from support.hub_server import HubServer
 
 from mesh_transformer.commands import preflight as commands_preflight
 from mesh_transformer.config import Config, parse_config
@@ -23,6 +25,12 @@ from mesh_transformer.estimate.programs import COMPILER_FAILED, Compiled
 from mesh_transformer.estimate.target import Target, gpu_target
 from mesh_transformer.runtime.preflight import command
 from mesh_transformer.runtime.preflight.command import PreflightOptions
+
+
+def hf_config(name: str) -> dict[str, Any]:
+    """The keys of config.json of a variant."""
+    return dict(hf_models.VARIANTS[name][1])
+
 
 Rows = list[dict[str, Any]]
 
@@ -45,9 +53,10 @@ def preflight(
 
     def run(*overrides: str, config: Path = config, **options: Any) -> tuple[int, Rows]:
         defaults: dict[str, Any] = {"tune_model_path": None, "tpu": [], "gpu": [], "search": False, "serve": False}
-        defaults |= {"op_table": None}
+        defaults |= {"op_table": None, "model": None, "seq": None, "batch": None}
         defaults |= {"slots": 8, "compile": 4, "steps": None, "price": None, "json": True, "plot": ""}
-        code = command.run(str(config), overrides, PreflightOptions(**{**defaults, **options}))
+        given = None if options.get("model") else str(config)
+        code = command.run(given, overrides, PreflightOptions(**{**defaults, **options}))
         printed = capsys.readouterr()
         messages.append(printed.err)
         return code, [json.loads(line) for line in printed.out.splitlines()]
@@ -77,6 +86,48 @@ def test_bad_options(preflight, options, message):
 def test_bad_config(preflight):
     with pytest.raises(UserError, match=r"mesh\.tq"):
         preflight("mesh.tq=2")
+
+
+@pytest.mark.usefixtures("no_libtpu")
+@pytest.mark.parametrize("kind", ["file", "folder", "hub", "gguf"])
+def test_a_model_without_a_config(
+    preflight, tmp_path: Path, hub_server: HubServer, messages: list[str], kind: str
+) -> None:
+    """No weights are read: the folder has none, and of the hub's none are downloaded."""
+    folder = tmp_path / "model"
+    if kind == "gguf":
+        path = str(gguf_models.save("qwen3", folder))
+    else:
+        folder.mkdir()
+        content = {**hf_config("qwen3"), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(content))
+        hub_server.commit("org/m", {"config.json": json.dumps(content).encode(), "model.safetensors": b"no weights"})
+        path = {"file": f"{folder}/config.json", "folder": str(folder), "hub": "hf://org/m"}[kind]
+    code, rows = preflight(model=path, seq=64, batch=16, tpu=["v5e-8"])
+    assert (code, [row["sequences"] for row in rows]) == (0, [16])
+    assert f"assumed for {path}: adam, a step of 16 sequences of 64 tokens, a context of 64" in messages[-1]
+    assert "model.safetensors" not in hub_server.downloads()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "nowhere"}, "no checkpoint in nowhere"),
+        ({"model": "config.json", "seq": 0}, "--seq 0: expected a whole number, 1 or more"),
+        ({"model": "config.json", "batch": -1}, "--batch -1"),
+        ({"model": "config.json"}, "config.json: model_type is None"),
+        ({"model": "config.json", "tune_model_path": "x"}, "--model makes a config of its own"),
+        ({"seq": 9}, "--seq is for --model"),
+    ],
+)
+def test_what_a_model_without_a_config_needs(preflight, options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        preflight(**options)
+
+
+def test_neither_a_config_nor_a_model() -> None:
+    with pytest.raises(UserError, match="nothing to judge: give --config FILE, or --model"):
+        command._config(None, (), PreflightOptions(**{field.name: None for field in fields(PreflightOptions)}))
 
 
 def test_what_documents_cost_is_said() -> None:
