@@ -79,7 +79,7 @@ def test_tokens(real_file: Path, values: Any) -> None:
 
 
 def test_greedy_tokens(real_file: Path, values: Any, tmp_path: Path) -> None:
-    for row in values["greedy"][::2]:
+    for row in values["greedy"][-1:]:
         options = ["--prompt", row["prompt"], "--json", "--temperature", "0", "--max-new-tokens", "12"]
         output, _ = run("device_sample.py", "--ckpt", str(real_file), *options, cwd=tmp_path)
         assert json.loads(output)["tokens"] == row["tokens"]
