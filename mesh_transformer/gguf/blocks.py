@@ -1,7 +1,6 @@
 """The numbers of the blocks in which GGUF files store tensors."""
 
 import functools
-import math
 
 import ml_dtypes
 import numpy as np
@@ -65,11 +64,6 @@ def read_rows(tensor: StoredTensor, first: int, out: np.ndarray) -> None:
 
             kind = gguf.GGMLQuantizationType(tensor.kind)
             rows[...] = gguf.quants.dequantize(codes.reshape(len(rows), -1), kind)
-
-
-def rows_of(tensor: StoredTensor) -> int:
-    """The number of rows: of all dimensions but the last."""
-    return math.prod(tensor.shape[:-1])
 
 
 @functools.cache

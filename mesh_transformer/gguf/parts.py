@@ -34,7 +34,7 @@ def stem(path: str) -> str:
 
 
 def open_parts(path: str) -> Header:
-    """The header of a file with the tensors of all its parts; the metadata are those of the first.
+    """The header of a file with the tensors of all its parts; the metadata are of the first part.
 
     Args:
         path: the file, or any of its parts, local or `gs://`.

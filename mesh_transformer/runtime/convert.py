@@ -126,7 +126,7 @@ def _default_dtype(format: str, source: TensorSource, origin: Origin | None) -> 
     if origin is None:
         dtype, reason = np.dtype(np.float16), f"the default for a {format} checkpoint"
     elif format != HFFolder.FORMAT and origin.dtype is not None:
-        dtype, reason = origin.dtype, "the dtype of the Hugging Face folder that the checkpoint came from"
+        dtype, reason = origin.dtype, "the dtype of the model that the checkpoint is or came from"
     else:
         dtype, reason = uniform_dtype(source), "the stored dtype"
     logs.log.info("the weights are written in %s, %s; choose another with --dtype", dtype or "several dtypes", reason)
