@@ -33,7 +33,8 @@ REWRITTEN = {
     "hy-mt2-7b": {"rope_parameters"},
     "afm-4.5b": {"rope_parameters"},
 }
-# by name: the keys, and fields that the program reads from them
+# by name: the keys, and fields that the program reads from them. Those of exaone-4.0-1.2b, command-r7b, afm-4.5b and
+# seed-oss-36b were written down from memory, without the hub
 RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma-3-1b": (
         {
