@@ -19,6 +19,12 @@ def threads(devices: int) -> int:
     return max(1, devices, next(numbers, cores))
 
 
+def asked() -> int | None:
+    """The virtual devices that XLA_FLAGS asks for; None: it does not say."""
+    counts = _COUNT.findall(os.environ.get("XLA_FLAGS", ""))
+    return int(counts[-1]) if counts else None
+
+
 def give_threads() -> None:
     """Give JAX's CPU client enough threads for virtual devices that wait for each other. Call this before the first use
     of a device.
@@ -27,6 +33,5 @@ def give_threads() -> None:
     Devices that wait in different collectives can block all of them, and then wait for ever. A PJRT_NPROC that is set
     stays.
     """
-    counts = _COUNT.findall(os.environ.get("XLA_FLAGS", ""))
-    if counts and int(counts[-1]) > 1:
-        os.environ.setdefault("PJRT_NPROC", str(THREADS_OF_A_DEVICE * int(counts[-1])))
+    if (devices := asked() or 1) > 1:
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_OF_A_DEVICE * devices))

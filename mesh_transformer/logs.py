@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from mesh_transformer import liveness
-from mesh_transformer.errors import RunError, UserError, shown
+from mesh_transformer.errors import RunError, UserError, is_disk_full, shown
 
 if TYPE_CHECKING:
     # the parsers of arguments use this module, and the config takes a second
@@ -36,11 +36,44 @@ _MAX_STEPS = 2**31
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """Log to standard error with the time of day: this package from `level` on, other libraries from warnings on."""
+    """Log to standard error with the time of day: this package from `level` on, other libraries from warnings on. The
+    log of a program: it changes settings of the process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_BarFriendly("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     log.setLevel(level)
+    _silence_libraries()
+
+
+def _silence_libraries() -> None:
+    """Drop Orbax's log lines for each file, and its threads' log lines about a failed save, whose error is raised."""
+    for library in ("absl", "fsspec"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("absl").addFilter(_below_error)
+    # the first failed write is raised; asyncio logs each of the others
+    logging.getLogger("asyncio").addFilter(_not_disk_full)
+    # when a write fails, Orbax closes its event loop, and TensorStore's remaining writes fail to report to it
+    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
+
+
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
+
+
+def _not_disk_full(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and is_disk_full(record.exc_info[1]))
+
+
+class _WithoutClosedLoops:
+    """A `sys.unraisablehook` that leaves out errors of closed event loops."""
+
+    def __init__(self, otherwise: Callable[["sys.UnraisableHookArgs"], object]):
+        self._otherwise = otherwise
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._otherwise(unraisable)
 
 
 class _BarFriendly(logging.Formatter):

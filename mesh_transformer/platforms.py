@@ -9,11 +9,14 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
-from mesh_transformer import cache_folders
+from mesh_transformer import cache_folders, cpu_devices
 from mesh_transformer.config import ComputeConfig
 from mesh_transformer.errors import UserError, plural
 
@@ -66,6 +69,19 @@ def open_devices() -> None:
         raise UserError(
             f"no {device} found ({given}){reason and f': {reason}'}; {install}unset JAX_PLATFORMS"
         ) from error
+
+
+@contextlib.contextmanager
+def threads_for_devices() -> Iterator[None]:
+    """Give JAX's CPU client enough threads, if it is opened inside the context: see `cpu_devices.give_threads`. The
+    environment is as before at the end."""
+    before = os.environ.get("PJRT_NPROC")
+    cpu_devices.give_threads()
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("PJRT_NPROC", None)
 
 
 def join_job() -> None:
@@ -207,16 +223,36 @@ class CompileCache:
     The folder is JAX_COMPILATION_CACHE_DIR, or mesh-transformer/compiled in the user's cache folder. The oldest
     programs are deleted when it exceeds JAX_COMPILATION_CACHE_MAX_SIZE bytes (default: 8 GiB). JAX compares program,
     flags, versions and devices. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
+
+    As a context manager it restores the settings of JAX at the end. A cache that this process has set up itself stays
+    as it is.
     """
 
     def __init__(self) -> None:
         self.requests = self.read = 0
         self.folder = cache_folders.compiled_programs()
-        jax.config.update("jax_compilation_cache_dir", self.folder)
-        for name, value in _CACHE_SETTINGS.items():
-            if name.upper() not in os.environ:
+        self._before: dict[str, object] = {}
+        folder = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+        if folder in (None, os.environ.get("JAX_COMPILATION_CACHE_DIR")):
+            settings = {"jax_compilation_cache_dir": self.folder, **_CACHE_SETTINGS}
+            settings = {name: value for name, value in settings.items() if name.upper() not in os.environ}
+            self._before = {name: getattr(jax.config, name) for name in settings}
+            for name, value in settings.items():
                 jax.config.update(name, value)
+        else:
+            self.folder = folder
         jax.monitoring.register_event_listener(self._count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        jax.monitoring.unregister_event_listener(self._count)
+        for name, value in self._before.items():
+            jax.config.update(name, value)
+        if self._before:
+            # JAX keeps the folder of its first program
+            compilation_cache.reset_cache()
 
     def _count(self, event: str, **_: object) -> None:
         self.requests += event == "/jax/compilation_cache/compile_requests_use_cache"

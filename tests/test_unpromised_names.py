@@ -101,7 +101,7 @@ NAMES = [
     Name(_MULTIHOST, "broadcast_one_to_all", ("in_tree",), "checkpoint/store.py"),
     Name(_MULTIHOST, "sync_global_devices", ("name",), "checkpoint/store.py"),
     Name(_MULTIHOST, "process_allgather", ("in_tree",), "checkpoint/load.py"),
-    Name(_MULTIHOST, "reached_preemption_sync_point", ("step_id",), "runtime/training/trainer.py"),
+    Name(_MULTIHOST, "reached_preemption_sync_point", ("step_id",), "runtime/training/interrupt.py"),
     Name(
         "grain.experimental", "ThreadPrefetchIterDataset", ("parent", "prefetch_buffer_size"), "data/batches/loader.py"
     ),

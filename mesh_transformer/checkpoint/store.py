@@ -16,6 +16,7 @@ the folder and broadcasts the step. Each process reads the manifest and its own 
 succeeded: if one fails, all fail and fall back to the same earlier step.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -41,7 +42,7 @@ from mesh_transformer.checkpoint.native.source import CHUNK_BYTES, COMMIT_MARKER
 from mesh_transformer.checkpoint.origin import FOLDER, Origin
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.config import ModelConfig, OptimizerConfig
-from mesh_transformer.errors import UserError, is_disk_full
+from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +85,12 @@ class CheckpointStore:
             model: `restore` refuses a step that records another architecture.
             optimizer: `restore` refuses a step without the state of this optimizer.
         """
-        _silence_libraries()
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep, self._model, self._optimizer = (keep_every, keep_latest), model, optimizer
         self._save_failed = False
         # steps that `restore` skipped
         self._damaged: set[int] = set()
+        self._settings = contextlib.ExitStack()
         self._manager = None if read_only else self._open()
 
     def steps(self) -> list[int]:
@@ -198,6 +199,8 @@ class CheckpointStore:
         return None if newest < 0 else newest
 
     def _open(self) -> ocp.CheckpointManager:
+        if files.is_remote(self._root):
+            self._settings.enter_context(_fresh_listings())
         self._delete_unfinished()
         return _manager(self._root, *self._keep)
 
@@ -219,6 +222,8 @@ class CheckpointStore:
             # after a failed save `wait` has raised the error already
             if not self._save_failed:
                 raise
+        finally:
+            self._settings.close()
 
     def _finished(self, name: str) -> bool:
         if files.is_remote(self._root):
@@ -279,33 +284,6 @@ class _StepNames:
         return (step for step in steps if not classic_folder.is_step(str(step.path)))
 
 
-def _below_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR
-
-
-def _not_disk_full(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and is_disk_full(record.exc_info[1]))
-
-
-def _unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:
-    if str(unraisable.exc_value) != "Event loop is closed":
-        _previous_unraisable_hook(unraisable)
-
-
-_previous_unraisable_hook = sys.unraisablehook
-
-
-def _silence_libraries() -> None:
-    """Drop Orbax's log lines for each file, and its threads' log lines about a failed save, whose error is raised."""
-    for library in ("absl", "fsspec"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    logging.getLogger("absl").addFilter(_below_error)
-    # the first failed write is raised; asyncio logs each of the others
-    logging.getLogger("asyncio").addFilter(_not_disk_full)
-    # when a write fails, Orbax closes its event loop, and TensorStore's remaining writes fail to report to it
-    sys.unraisablehook = _unraisable_hook
-
-
 def _save_args(leaf: Any) -> ocp.SaveArgs:
     """Store matrices by layer and in small chunks, so that a reader of a slice need not read the whole tensor."""
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
@@ -350,6 +328,17 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
+@contextlib.contextmanager
+def _fresh_listings() -> Iterator[None]:
+    """By default gcsfs caches listings forever, even of folders that another client moves or deletes."""
+    before = fsspec.config.conf.get("gcs", {})
+    fsspec.config.conf["gcs"] = {"use_listings_cache": False, **before}
+    try:
+        yield
+    finally:
+        fsspec.config.conf["gcs"] = before
+
+
 def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
     """The manager that writes the steps under `root` and deletes the steps that need not be kept."""
     policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
@@ -363,8 +352,6 @@ def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpo
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, barrier_sync_fn=_barrier),
     )
-    # gcsfs caches listings forever, even of folders that another client moves or deletes
-    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
     handlers = {
         "state": ocp.PyTreeCheckpointHandler(

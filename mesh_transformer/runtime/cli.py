@@ -7,6 +7,7 @@ import atexit
 import dataclasses
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -200,8 +201,11 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 
-def starting() -> None:
+def starting(*, debug: bool = False) -> None:
     """Say that the command has started. Call it before the import of JAX, which takes seconds.
+
+    Args:
+        debug: whether to log what the package logs for its developers, too.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
@@ -211,7 +215,7 @@ def starting() -> None:
     # not above: --help needs no log
     from mesh_transformer import logs
 
-    logs.set_up()
+    logs.set_up(logging.DEBUG if debug else logging.INFO)
     logs.log.info("importing JAX")
 
 

@@ -1,6 +1,5 @@
 """Converts checkpoints of any format to native, classic and Hugging Face format: the four commands that convert."""
 
-import logging
 import posixpath
 import re
 from collections.abc import Sequence
@@ -48,7 +47,6 @@ def to_hf(
     tokenizer: str | None = None,
     push: str | None = None,
     overwrite: bool = False,
-    debug: bool = False,
 ) -> None:
     """Convert a checkpoint of any format to a Hugging Face folder.
 
@@ -60,12 +58,10 @@ def to_hf(
             Face folder that the checkpoint came from, or `bytes` if the run used it.
         push: a repository on the hub, to which the output is uploaded.
         overwrite: whether to replace an existing output.
-        debug: whether to log every tensor.
 
     Raises:
         UserError: an argument, the config or the checkpoint cannot be used; `output` is unchanged.
     """
-    logs.set_up(logging.DEBUG if debug else logging.INFO)
     if push is not None:
         _check_push(push, output)
     config, opened = config_for(config_path, overrides, checkpoint)
@@ -152,7 +148,6 @@ def from_hf(
     Raises:
         UserError: an argument or the folder cannot be used; `output` is unchanged.
     """
-    logs.set_up()
     logs.log.info("reading %s", folder)
     given = Folder(folder)
     kind = HubModel if hub.is_name(folder) else HFFolder
@@ -266,7 +261,6 @@ def slim(
     Raises:
         UserError: there is no checkpoint of that step, it does not match the config, or the output exists.
     """
-    logs.set_up()
     if checkpoint is not None and hub.is_name(checkpoint):
         raise UserError(
             f"{checkpoint} is no folder beside which a slim checkpoint can be written: use "
@@ -318,7 +312,6 @@ def reshard(
     """
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
-    logs.set_up()
     config, opened = config_for(config_path, overrides, checkpoint)
     _check_shards(shards_out, overrides, format, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out

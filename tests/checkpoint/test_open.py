@@ -1,5 +1,6 @@
 """A path is asked once: what is looked for, listed and read, of a checkpoint and in each command."""
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def here(written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(written)
     # the test session keeps its own handlers, and its own cache
     monkeypatch.setattr(logs, "set_up", lambda *_: None)
-    monkeypatch.setattr(platforms, "CompileCache", lambda: None)
+    monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)
     return written
 
 

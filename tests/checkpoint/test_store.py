@@ -181,7 +181,9 @@ def test_a_read_only_or_closed_store_does_not_save(tmp_path: Path) -> None:
 
 PROGRAM = """
 import logging, sys
-logging.basicConfig(level=logging.INFO, format="LOG %(name)s %(levelname)s", stream=sys.stdout)
+from mesh_transformer import logs
+logs.set_up()
+logging.basicConfig(level=logging.INFO, format="LOG %(name)s %(levelname)s", stream=sys.stdout, force=True)
 from support.states import read_part, state
 from mesh_transformer.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])

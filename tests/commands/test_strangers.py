@@ -1,5 +1,6 @@
 """Models of strangers, by the command as a user types it: greedy tokens as in transformers, or one line."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -23,8 +24,8 @@ NEW_FAMILIES = ("seed_oss", "exaone4", "cohere2", "arcee", "hunyuan_v1_dense")
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs `mesh-transformer sample`. Returns its exit code, output and errors."""
-    monkeypatch.setattr(platforms, "CompileCache", lambda: None)
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
 
     def command(folder: Path, *arguments: str) -> tuple[int, str, str]:
         prompt = ",".join(map(str, PROMPT))

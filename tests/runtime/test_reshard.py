@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """config.json, and one model as run/step_7 (classic, two shards, full) and native/step_7."""
     monkeypatch.chdir(tmp_path)
     # keeps the log handlers of the test session
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
     model = model_config(**SIZES)
     source = RandomSource(model, full=True)
     write_classic(source, model, "run/step_7", 2)

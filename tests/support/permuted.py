@@ -31,9 +31,10 @@ from mesh_transformer.runtime.session.memory import find_room
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import read_params
 from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed, read_train_set
+from mesh_transformer.runtime.training.interrupt import Interrupt
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.start import TuningSource
-from mesh_transformer.runtime.training.trainer import Interrupt, TrainingRun
+from mesh_transformer.runtime.training.trainer import TrainingRun
 from mesh_transformer.sequences import Sequences
 from mesh_transformer.train.step import TrainProgram
 from support.commands import metrics, write_run

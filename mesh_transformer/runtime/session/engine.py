@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from mesh_transformer import platforms
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.errors import byte_size
@@ -50,6 +51,12 @@ class ServingEngine(SlotEngine):
     # until the warm-up, a call compiles its program
     _on_demand = True
 
+    def compile(self, program: Program) -> None:
+        """See `SlotEngine`. Compiled programs are kept on disk."""
+        if program not in self.compiled:
+            with platforms.CompileCache():
+                super().compile(program)
+
     def warm_up(self) -> None:
         """Compile the programs that a short chat needs, and those that move slots."""
         programs = self.first_programs()
@@ -60,7 +67,9 @@ class ServingEngine(SlotEngine):
                 progress.update(count)
         progress.close()
         self._on_demand = False
-        self.run_once()
+        # a slot that was in use has run them
+        if not any(self._ends):
+            self.run_once()
 
     def compile_rest(self, on_compiled: Callable[[], None]) -> None:
         """Start to compile the other programs, in the order of `programs`. Scored ones are compiled when a request

@@ -3,17 +3,14 @@
 import contextlib
 import functools
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
-from mesh_transformer import environment, files, logs, platforms
+from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches.loader import Loader
@@ -25,6 +22,7 @@ from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
 from mesh_transformer.runtime.training import expert_load, run_folder, samples, start
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.feeds import open_train_feed, source_scalars
+from mesh_transformer.runtime.training.interrupt import Interrupt, StopRequest
 from mesh_transformer.runtime.training.memory import check_training
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses, remove_partial
@@ -39,7 +37,6 @@ from mesh_transformer.runtime.training.session import (
     warn_of_idle_stages,
 )
 from mesh_transformer.runtime.training.validation import Validation
-from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train import experts
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -66,20 +63,23 @@ def train(
     source: start.TuningSource,
     observer: Observer | None = None,
     open_feed: Callable[[Session], Loader] = open_train_feed,
+    interrupt: StopRequest | None = None,
 ) -> TrainingResult:
     """Train in this process. Joins the other processes first, if the environment defines any.
 
     Args:
         observer: gets the steps, phases and metrics.
         open_feed: returns the loader of the training batches. By default, this process reads the data.
+        interrupt: stops the run. By default signals do, as `Interrupt` says.
 
     Raises:
         UserError, RunError: as `run`.
     """
     began = time.monotonic()
-    compiled = platforms.CompileCache()
-    platforms.start_devices()
-    with Interrupt() as interrupt:
+    with contextlib.ExitStack() as stack:
+        compiled = stack.enter_context(platforms.CompileCache())
+        platforms.start_devices()
+        interrupt = stack.enter_context(Interrupt()) if interrupt is None else interrupt
         config, tokenizer_files = with_run_tokenizer(config, source.tune_model_path)
         session = open_session(config, tokenizer_files, Provenance.read(config.checkpoint.root))
         observer = observer or Observer()
@@ -91,37 +91,6 @@ def train(
             result = TrainingRun(session, program, source, interrupt, observer, feed, began).train()
     log.info("%s", compiled)
     return result
-
-
-class Interrupt(StopSignals):
-    """While active, SIGTERM and Ctrl-C request a save and a stop, and do not end the process.
-
-    In a job of several processes, a SIGTERM to one of them stops all, after the same step. The coordination service of
-    JAX chooses the step. In a job of one process, a second Ctrl-C ends it at once, and so does one before the first
-    step. `received` can differ between processes, but `exit_code` is the same in all.
-
-    `in_loop`: the run computes steps. Before, it has nothing to save.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("saving after this step")
-        self.in_loop = False
-
-    def __enter__(self) -> Self:
-        if jax.process_count() == 1:
-            super().__enter__()
-        return self
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and not self.in_loop:
-            environment.interrupt(number, frame)
-        super()._receive(number, frame)
-
-    def exit_code(self, step: int) -> int | None:
-        """128 + the signal number if the run must save after `step` and stop, else None. Call it at each step."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.received = signal.SIGTERM
-        return None if self.received is None else 128 + self.received
 
 
 class TrainingRun:
@@ -136,7 +105,7 @@ class TrainingRun:
         session: Session,
         program: TrainProgram,
         source: start.TuningSource,
-        interrupt: Interrupt,
+        interrupt: StopRequest,
         observer: Observer,
         feed: Loader,
         began: float,

@@ -1,5 +1,6 @@
 """The options of device_sample.py, in this process with a fake engine."""
 
+import contextlib
 import io
 import json
 import re
@@ -25,8 +26,8 @@ def sample(tmp_path, monkeypatch, capsys):
     """Runs the command. Returns its exit code, samples and standard error."""
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(platforms, "CompileCache", lambda: None)
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
     monkeypatch.setattr(
         sampler,
         "open_engine",

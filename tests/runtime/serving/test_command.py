@@ -1,5 +1,6 @@
 """The server as a process: its arguments, its signals, its exit codes."""
 
+import contextlib
 import math
 import os
 import re
@@ -162,7 +163,7 @@ def test_several_processes_are_refused(tmp_path):
 
 def test_devices_of_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 4)
-    monkeypatch.setattr(serving.platforms, "CompileCache", lambda: None)
+    monkeypatch.setattr(serving.platforms, "CompileCache", contextlib.nullcontext)
     with pytest.raises(UserError, match="belong to 4 processes"):
         serving._open_own_engine(load_config(str(write_run(tmp_path)), []), "run", slots=1)
 

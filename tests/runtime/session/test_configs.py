@@ -1,5 +1,6 @@
 """Commands without --config use the config that the checkpoint records."""
 
+import contextlib
 import json
 import re
 import runpy
@@ -43,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(written)
     monkeypatch.setattr(logs, "set_up", lambda *_: None)  # the test session keeps its own handlers
-    monkeypatch.setattr(platforms, "CompileCache", lambda: None)  # and its own cache
+    monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)  # and its own cache
     return written
 
 

@@ -1,5 +1,6 @@
 """The sampling options of generation_config.json: in both commands, in requests, and after tuning."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -46,8 +47,8 @@ def hf_folder(path: Path, generation_config: Any = PROPOSED) -> Path:
 def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command. Returns the options of its sample."""
     hf_folder(tmp_path / "hf")
-    monkeypatch.setattr(platforms, "CompileCache", lambda: None)
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
     monkeypatch.setattr(
         sampler, "open_engine", lambda config, source, slots, context: RecordingEngine(slots=slots, vocab=257)
     )

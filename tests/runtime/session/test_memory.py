@@ -1,6 +1,7 @@
 """A model that does not fit is refused before it is allocated: with the sizes of models that fit no machine, or with a
 machine that has little memory."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -60,8 +61,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Runs a command in this process, in a folder with a config. Returns its exit code and standard error."""
     write_run(tmp_path, mesh={"fsdp": 2, "tp": 4})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(platforms, "CompileCache", lambda: None)
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
 
     def run_command(main, *arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [main.__module__, *arguments])

@@ -416,7 +416,7 @@ def test_ctrl_c_before_the_first_step_ends_the_run_at_once(trained, run_here, mo
     def read(session):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(trainer.train, "__defaults__", (None, read))
+    monkeypatch.setattr(trainer.train, "__defaults__", (None, read, None))
     code, errors = run_here("--set", "checkpoint.model_dir=other")
     assert code == 130
     assert errors.splitlines()[-1] == "interrupted"
