@@ -115,7 +115,7 @@ def measure(arguments: Any) -> dict[str, float]:
             jax.block_until_ready(state)
             start = time.perf_counter()
             # the call takes the arrays of the cache
-            slots = jax.block_until_ready(engine.compiled[program](engine._params, state, *given))[0]
+            slots = jax.block_until_ready(engine.compiled[program](engine.params, state, *given))[0]
             times.append(time.perf_counter() - start)
         seconds[f"{name}: run"] = min(times) / (STEPS if kind == "generate" else 1)
     seconds["peak memory, GB"] = common.peak_memory_mib() / 953.67

@@ -89,12 +89,12 @@ class SlotEngine:
             context: positions per sequence, rounded up to a whole cache segment; by default the context of the model.
             max_prefill_tokens: the largest number of prompt tokens in one call.
         """
-        placement = placed(placement, params)
+        self.placement = placement = placed(placement, params)
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
         self.slots, self.context = slots, cache_positions(model.decoder.seq, context)
         self.max_prefill_tokens, self._max_chunk = max_prefill_tokens, min(max_prefill_tokens, self.context)
-        self._params, self._n_vocab = params, model.decoder.padded_vocab
+        self.params, self._n_vocab = params, model.decoder.padded_vocab
         windows = {layer.attention.window for layer in model.decoder.layers}
         held = {window: ring_length(self.context, window, self._max_chunk) for window in windows}
         # the window and the positions of each kind of ring
@@ -118,12 +118,12 @@ class SlotEngine:
 
     def load(self, params: Params) -> None:
         """Replace the weights by others of the same shapes and dtype, and empty all slots."""
-        self._params, self._slots, self._requests = params, self._programs.empty(), {}
+        self.params, self._slots, self._requests = params, self._programs.empty(), {}
         self._ends = [0] * self.slots
 
     def unload(self) -> None:
         """Free the memory of the weights and the cache. The next call must be `load`."""
-        del self._params, self._slots
+        del self.params, self._slots
 
     @property
     def cache_bytes(self) -> int:
@@ -365,7 +365,7 @@ class SlotEngine:
         if program in self.compiled:
             return
         # another thread replaces the arrays of the slots meanwhile
-        params, slots = self._params, self._programs.abstract
+        params, slots = self.params, self._programs.abstract
         if isinstance(program, Prefill):
             chunks = ChunkBatch.none(program.rows, program.size)
             lowered = self._programs.prefill.lower(
@@ -380,7 +380,7 @@ class SlotEngine:
 
     def _call(self, program: Program, *arguments: Any) -> Any:
         self.compile(program)
-        return self.compiled[program](self._params, self._slots, *arguments)
+        return self.compiled[program](self.params, self._slots, *arguments)
 
     def _bias(self, params: SamplingParams) -> Any:
         if not params.logit_bias and not params.allowed_token_ids:

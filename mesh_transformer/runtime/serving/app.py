@@ -20,10 +20,10 @@ from mesh_transformer.runtime.serving.hosts import HostNames
 from mesh_transformer.runtime.serving.keys import ApiKeys
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
-from mesh_transformer.runtime.serving.protocol import ErrorResponse
+from mesh_transformer.runtime.serving.protocol import ErrorResponse, fault_line
 from mesh_transformer.runtime.serving.responses import ApiError, failed, invalid, json_response
 
-_SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
+_SHOWN_FAULTS = 3
 _UNREADABLE = (
     "the body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits"
 )
@@ -136,16 +136,9 @@ def _endpoints(app: FastAPI) -> list[str]:
 
 
 def _fault(fault: dict[str, Any]) -> str:
-    """A line for a validation error of pydantic."""
-    place = ".".join(str(part)[:_SHOWN_CHARS] for part in fault["loc"][1:])
+    """A line for a validation error of FastAPI."""
     if fault["loc"] == ("body",):
         return "the body must be a JSON object"
     if fault["type"] == "json_invalid":
-        return f"the body is not JSON: {fault['ctx']['error']} at character {place}"
-    if fault["type"] == "missing":
-        return f"{place} is missing"
-    reason = str(fault["msg"])
-    # raised by our validators
-    if fault["type"] == "value_error":
-        return f"{place} {reason.removeprefix('Value error, ')}"
-    return f"{place}: {reason[:1].lower()}{reason[1:]}; got {short(fault['input'])}"
+        return f"the body is not JSON: {fault['ctx']['error']} at character {fault['loc'][1]}"
+    return fault_line(fault, fault["loc"][1:])

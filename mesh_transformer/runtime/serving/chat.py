@@ -24,14 +24,14 @@ def router(model: ServedModel) -> APIRouter:
 
     @routes.post("/v1/chat/completions", response_model=ChatResponse, responses=ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        _check(body, model)
+        check(body, model)
         form = _ChatFormat(model, token_names(model, body), (body.top_logprobs or 0) if body.logprobs else None)
-        return await generation.respond(request, body, model, form, lambda: _prompts(body, model), count=1)
+        return await generation.respond(request, body, model, form, lambda: prompts_of(body, model), count=1)
 
     return routes
 
 
-def _check(body: ChatRequest, model: ServedModel) -> None:
+def check(body: ChatRequest, model: ServedModel) -> None:
     """Raise ApiError for fields that are not supported or that contradict each other."""
     generation.check(body, model)
     model.check_chat()
@@ -50,8 +50,12 @@ def _check(body: ChatRequest, model: ServedModel) -> None:
             raise invalid(f"{name} must be 1 or more; got 0", name)
 
 
-async def _prompts(body: ChatRequest, model: ServedModel) -> list[Prompt]:
-    """The prompt of the messages. Without max_completion_tokens, the answer may fill the context."""
+async def prompts_of(body: ChatRequest, model: ServedModel) -> list[Prompt]:
+    """The prompt of the messages. Without max_completion_tokens, the answer may fill the context.
+
+    Raises:
+        ApiError: 400, the template refuses the messages, or they do not fit the context.
+    """
     text = await model.render(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,

@@ -28,16 +28,16 @@ def router(model: ServedModel) -> APIRouter:
 
     @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        _check(body, model)
+        check(body, model)
         form = _CompletionFormat(model, token_names(model, body), body.logprobs, body.echo)
         return await generation.respond(
-            request, body, model, form, lambda: _prompts(body, model), count=len(body.prompt)
+            request, body, model, form, lambda: prompts_of(body, model), count=len(body.prompt)
         )
 
     return routes
 
 
-def _check(body: CompletionRequest, model: ServedModel) -> None:
+def check(body: CompletionRequest, model: ServedModel) -> None:
     """Raise ApiError for fields that are not supported or that contradict each other."""
     generation.check(body, model)
     if body.suffix:
@@ -48,7 +48,8 @@ def _check(body: CompletionRequest, model: ServedModel) -> None:
         raise invalid(f"{prompts} prompts x n {body.n} must be at most {MAX_SEQUENCES}, the limit of a request", "n")
 
 
-async def _prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+async def prompts_of(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+    """The prompts of a request. Raises ApiError 400 if one is not usable or does not fit the context."""
     if isinstance(body.prompt[0], str):
         prompts = await model.encode(body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     else:

@@ -54,22 +54,30 @@ class Prompt(NamedTuple):
     echo: Echo | None = None
 
 
-class ResponseFormat(Protocol):
+class Listed(Protocol):
+    """The tokens that a choice lists.
+
+    Args:
+        logprobs: how many alternatives to list with each token. None: list no tokens.
+        echoes_logprobs: list the prompt's tokens too.
+    """
+
+    logprobs: int | None
+    echoes_logprobs: bool
+
+
+class ResponseFormat(Listed, Protocol):
     """The form of an endpoint's responses.
 
     Args:
         id_prefix: the start of the `id` of a response.
         whole_object, part_object: the `object` of a whole response, and of the events of a stream.
-        logprobs: how many alternatives to list with each token. None: list no tokens.
-        echoes_logprobs: list the prompt's tokens too.
         prompt_in_choice: whether what a request wants to know of its prompt is in each choice, or in the response.
     """
 
     id_prefix: str
     whole_object: str
     part_object: str
-    logprobs: int | None
-    echoes_logprobs: bool
     prompt_in_choice: bool
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -141,23 +149,37 @@ def _options(body: SampledRequest, model: ServedModel) -> dict[str, Any]:
     return {name: option.default for name, option in OPTIONS.items()} | dict(model.defaults) | named
 
 
-async def _start(
-    body: SampledRequest, model: ServedModel, form: ResponseFormat, prompts: Prompts, job: GenerationJob
-) -> _Answer:
-    """Start the sequences of a request: n samples of each prompt, in order."""
-    made = await prompts()
+async def start(
+    body: SampledRequest, model: ServedModel, prompts: Sequence[Prompt], job: GenerationJob, listed: Listed
+) -> list[ChoiceBuilder]:
+    """Start the sequences of a request, n samples of each prompt, in order. Returns a builder for each of them.
+
+    Raises:
+        ApiError: 400, a field is out of its range.
+    """
     words = await model.bad_words(body.bad_words) if body.bad_words else ()
-    samples = [(prompt, params) for prompt in made for params in _samples(body, model, form, prompt.max_tokens, words)]
+    samples = [
+        (prompt, params) for prompt in prompts for params in _samples(body, model, listed, prompt.max_tokens, words)
+    ]
     options = ChoiceOptions(
         stops=body.stop,
         keep_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         special_names=not body.skip_special_tokens,
-        logprobs=form.logprobs,
+        logprobs=listed.logprobs,
         ids=body.return_token_ids,
     )
     choices = [ChoiceBuilder(model, prompt.tokens, options, echo=prompt.echo) for prompt, _ in samples]
     job.start((prompt.tokens, params) for prompt, params in samples)
+    return choices
+
+
+async def _start(
+    body: SampledRequest, model: ServedModel, form: ResponseFormat, prompts: Prompts, job: GenerationJob
+) -> _Answer:
+    """Start the sequences of a request, and make its answer."""
+    made = await prompts()
+    choices = await start(body, model, made, job, form)
     head = {"id": f"{form.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
     usage = body.stream_options or StreamOptions()
     return _Answer(body, form, model, job, choices, sum(len(prompt.tokens) for prompt in made), head, usage)
@@ -166,7 +188,7 @@ async def _start(
 def _samples(
     body: SampledRequest,
     model: ServedModel,
-    form: ResponseFormat,
+    listed: Listed,
     max_tokens: int,
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[SamplingParams]:
@@ -174,8 +196,8 @@ def _samples(
     options = _options(body, model)
     options["top_k"] = all_if_negative(options["top_k"])
     prompt_logprobs = [body.prompt_logprobs] if body.prompt_logprobs is not None else []
-    if form.echoes_logprobs and form.logprobs is not None:
-        prompt_logprobs.append(form.logprobs)
+    if listed.echoes_logprobs and listed.logprobs is not None:
+        prompt_logprobs.append(listed.logprobs)
     params = sampling_params(
         **options,
         max_tokens=max_tokens,
@@ -184,7 +206,7 @@ def _samples(
         allowed_token_ids=body.allowed_token_ids,
         bad_words=bad_words,
         stop_token_ids=model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos),
-        logprobs=form.logprobs,
+        logprobs=listed.logprobs,
         prompt_logprobs=max(prompt_logprobs, default=None),
     )
     if body.seed is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import itertools
 import math
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterato
 from functools import partial
 from operator import methodcaller
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +28,7 @@ from mesh_transformer.infer.scheduler import RequestOutput, Scheduler, Scheduler
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.responses import ApiError, failed, invalid, unavailable
 
+T = TypeVar("T")
 ServerState = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S, _MOST_RETRY_S = 5, 1, 60
 _MEASURED_ENDS = 32
@@ -91,14 +93,15 @@ class EngineLoop:
     the scheduler drops a cancelled sequence before it gets a later one.
     """
 
-    def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int):
+    def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int, warm: bool = True):
+        """`warm`: whether the engine warms up at the start. Otherwise it does at `warm_up`."""
         self.state: ServerState = "warming up"
         self.failure: BaseException | None = None
         # largest number of tokens of a prompt and its completion; 0 until the state is "ok"
         self.context = 0
         self.slots, self.max_queue = slots, max_queue
         self.metrics = Metrics(self._snapshot)
-        self._open_engine = open_engine
+        self._open_engine, self._warm = open_engine, warm
         self._engine: WarmEngine | None = None
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
         # the thread replaces the whole object
@@ -114,6 +117,26 @@ class EngineLoop:
         self.ended, self._all_finished = asyncio.Event(), asyncio.Event()
         self._all_finished.set()
         self._thread.start()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which the engine's thread computes between two steps."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(_: Scheduler) -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  (the caller raises it)
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(future)
+
+    async def warm_up(self) -> None:
+        """Compile what a first request needs, and then the rest in another thread, if it was not done at the start."""
+        if self._engine is not None and not self._warm:
+            await self.call(self._engine.warm_up)
+            self._warm = True
+            self._compile_rest(self._engine)
 
     def reserve(self, sequences: int, client: Hashable = None) -> GenerationJob:
         """Reserve places for all sequences of a request. `GenerationJob.start` submits the sequences.
@@ -200,16 +223,21 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             engine = self._engine = self._open_engine()
-            engine.warm_up()
+            if self._warm:
+                engine.warm_up()
             scheduler = Scheduler(engine, max_queue=self.max_queue + self.slots, clock=time.perf_counter)
             self._stats = scheduler.stats
             self._home.call_soon_threadsafe(self._ready, engine.context)
-            # a message that does nothing: the scheduler looks again whether it can go on
-            engine.compile_rest(lambda: self._inbox.put(lambda _: None))
+            if self._warm:
+                self._compile_rest(engine)
             self._serve(scheduler)
         except BaseException as error:  # noqa: BLE001  (the waiting requests need a response after any error)
             self._home.call_soon_threadsafe(self._fail, error)
         self._home.call_soon_threadsafe(self.ended.set)
+
+    def _compile_rest(self, engine: WarmEngine) -> None:
+        # a message that does nothing: the scheduler looks again whether it can go on
+        engine.compile_rest(lambda: self._inbox.put(lambda _: None))
 
     def _serve(self, scheduler: Scheduler) -> None:
         waits = False

@@ -74,13 +74,15 @@ class ServedModel:
 
     async def tokens(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The token IDs of each text, see `Tokenizer.encode`."""
-        encode = partial(self._encoder.encode, add_special_tokens=add_special_tokens)
-        return await self._in_thread(lambda: list(map(encode, texts)))
+        return await self.with_tokenizer(
+            lambda tokenizer: [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        )
 
     async def decode(self, prompts: Sequence[Sequence[int]], *, special_names: bool = False) -> list[str]:
         """The text of each prompt, without special tokens or with their names."""
-        decode = partial(self._encoder.decode, special_names=special_names)
-        return await self._in_thread(lambda: list(map(decode, prompts)))
+        return await self.with_tokenizer(
+            lambda tokenizer: [tokenizer.decode(prompt, special_names=special_names) for prompt in prompts]
+        )
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each text, without and with a space before it, since most tokenizers write them differently.
@@ -127,8 +129,9 @@ class ServedModel:
 
     async def offsets(self, prompts: Sequence[Sequence[int]], *, special_names: bool = False) -> list[list[int]]:
         """For each token of each prompt, the number of characters before it in the text of `decode`."""
-        offsets = partial(_offsets, self._encoder, special_names=special_names)
-        return await self._in_thread(lambda: list(map(offsets, prompts)))
+        return await self.with_tokenizer(
+            lambda tokenizer: [_offsets(tokenizer, prompt, special_names=special_names) for prompt in prompts]
+        )
 
     def check(self, prompts: Iterable[Sequence[int]], param: str) -> None:
         """Raise ApiError 400 if a token is not in the vocabulary."""
@@ -158,8 +161,9 @@ class ServedModel:
             reason = f"{has} and {most}: the sum is {both}, more than the context of {context} tokens"
         raise ApiError(400, reason, param=param, code="context_length_exceeded")
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def with_tokenizer(self, work: Callable[[Tokenizer], T]) -> T:
+        """The result of `work`, which a thread computes with its own copy of the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._encoder)
 
     def end_tokens(self, others: tuple[int, ...] = (), *, ignore_eos: bool = False) -> tuple[int, ...]:
         """The tokens that end a completion: the end tokens of the tokenizer that the vocabulary has, and `others`.

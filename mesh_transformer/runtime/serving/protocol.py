@@ -6,6 +6,7 @@ an absent field. Functions here check lists and objects, because pydantic would 
 wrong elements.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, create_model, model_validator
@@ -22,6 +23,8 @@ MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
 # each is excluded with a space before it too
 MAX_WORDS = MAX_BAD_WORDS // 2
 INT64 = 2**63
+# of a place in a body, for messages
+_SHOWN_CHARS = 100
 # the prompt of a request without one; it becomes the end-of-text token
 END_OF_TEXT: list[str | list[int]] = [""]
 Count = Annotated[int, Field(lt=2**31)]
@@ -129,6 +132,18 @@ Words = Annotated[Any, PlainValidator(_words, Annotated[list[Stop], Field(max_le
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[Any, PlainValidator(_logit_bias, Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)])]
 Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
+
+
+def fault_line(fault: Mapping[str, Any], place: Sequence[int | str]) -> str:
+    """A line for an error of a body's validation, at this place of the body."""
+    where = ".".join(str(part)[:_SHOWN_CHARS] for part in place)
+    if fault["type"] == "missing":
+        return f"{where} is missing"
+    reason = str(fault["msg"])
+    # raised by our validators
+    if fault["type"] == "value_error":
+        return f"{where} {reason.removeprefix('Value error, ')}"
+    return f"{where}: {reason[:1].lower()}{reason[1:]}; got {short(fault['input'])}"
 
 
 class Body(BaseModel, strict=True, extra="ignore", frozen=True):

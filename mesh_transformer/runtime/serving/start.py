@@ -123,12 +123,10 @@ def run(
     platforms.open_devices()
     tokenizer = open_tokenizer(config, checkpoint)
     listener = bind(options.host, options.port)
-    if not keys.required and not is_loopback(listener):
-        warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
-        log.warning(warning, options.host)
+    warn_of_no_keys(listener, options.host, keys)
     opener = functools.partial(open_engine or _open_own_engine, config, checkpoint, slots=options.slots)
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
-    name = config.logging.name or _unnamed(config_path, checkpoint.path)
+    name = served_name(config, config_path, checkpoint)
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s, defaults)
     names = options.names(listener, keys)
     app = make_app(model, keys, options.allow_origins, names, access_log=options.access_log)
@@ -152,17 +150,7 @@ class Service:
 
     def __init__(self, model: ServedModel, app: ASGIApp, listener: socket.socket, drain_s: float):
         self._model, self._loop, self._listener, self._drain_s = model, model.loop, listener, drain_s
-        config = uvicorn.Config(
-            app,
-            http=BoundedConnection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-        )
-        self._server = Server(config, model.loop.slots + model.loop.max_queue + SPARE_CONNECTIONS)
+        self._server = http_server(app, model.loop)
 
     async def run(self, stopping: asyncio.Event, stop_now: asyncio.Event) -> bool:
         """Serve until `stopping` is set or the engine ends, then drain until `stop_now` is set.
@@ -172,9 +160,7 @@ class Service:
         """
         self._loop.start()
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
-        host, port = self._listener.getsockname()[:2]
-        where = f"[{host}]" if ":" in host else host
-        log.info("listening on http://%s:%d (it answers after the line `ready`)", where, port)
+        log.info("listening on %s (it answers after the line `ready`)", url_of(self._listener))
         await _first(serving, stopping.wait(), self._loop.ended.wait())
         deadline = time.monotonic()
         if not self._loop.ended.is_set():
@@ -225,6 +211,21 @@ async def _until_signal(service: Service) -> bool:
             signal.signal(number, signal.SIG_IGN)
 
 
+def http_server(app: ASGIApp, loop: EngineLoop) -> Server:
+    """The HTTP server of an application that answers for this engine."""
+    config = uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
+    return Server(config, loop.slots + loop.max_queue + SPARE_CONNECTIONS)
+
+
 async def _first(*awaitables: Awaitable[object]) -> None:
     """Wait until one of the awaitables is done. Cancel the others, except those that were tasks before."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
@@ -232,6 +233,12 @@ async def _first(*awaitables: Awaitable[object]) -> None:
     for task, awaitable in zip(tasks, awaitables, strict=True):
         if task is not awaitable:
             task.cancel()
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of a server on a socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -250,13 +257,22 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(message) from error
 
 
-def _unnamed(config_path: str | None, checkpoint: str) -> str:
-    """The name of a model whose config has no name."""
+def served_name(config: Config, config_path: str | None, checkpoint: Checkpoint) -> str:
+    """The name of a model: its config's, else the file's of the config or the checkpoint's."""
+    if config.logging.name:
+        return config.logging.name
     if config_path:
         return Path(config_path).stem
-    if hub.is_name(checkpoint) and hub.gguf_file(checkpoint) is None:
-        return hub.parse(checkpoint).name
-    return stem(split_step(checkpoint)[0])
+    if hub.is_name(checkpoint.path) and hub.gguf_file(checkpoint.path) is None:
+        return hub.parse(checkpoint.path).name
+    return stem(split_step(checkpoint.path)[0])
+
+
+def warn_of_no_keys(listener: socket.socket, host: str, keys: ApiKeys) -> None:
+    """Warn of a server that other machines can reach and that asks for no key."""
+    if not keys.required and not is_loopback(listener):
+        warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
+        log.warning(warning, host)
 
 
 def is_loopback(listener: socket.socket) -> bool:
