@@ -31,6 +31,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a further special token, such as <|user|>; <|endoftext|>, which ends a document, is always there; may be "
         "repeated",
     )
+    add(
+        "--chat-template",
+        metavar="NAME",
+        help="make it a tokenizer of chats, with this template: chatml, or a file in Jinja; the names of the form "
+        "<|name|> in it become special tokens (default: no template)",
+    )
     add("--verbose", action="store_true", help="log more messages to standard error")
     return parser.parse_args(arguments)
 
@@ -39,13 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and train."""
     args = parse(arguments)
     from mesh_transformer import logs
+    from mesh_transformer.data.chat import new_template
     from mesh_transformer.dataset.tokenizer_training import Training, train
     from mesh_transformer.errors import plural
 
     logs.set_up(logging.DEBUG if args.verbose else logging.INFO)
-    training = Training(args.vocab, tuple(args.special), args.column, args.on_error)
+    template = None if args.chat_template is None else new_template.find(args.chat_template)
+    training = Training(args.vocab, tuple(args.special), args.column, args.on_error, template)
     trained = train(args.input, args.output, training)
     skipped = f"; skipped: {plural(trained.bad, 'bad place')}" if trained.bad else ""
-    sys.stdout.write(
-        f"{trained.folder}: {plural(trained.vocab, 'token')}, from {plural(trained.documents, 'document')}{skipped}\n"
-    )
+    chat = f"; chats: an answer ends with {template.end}" if template else ""
+    documents = plural(trained.documents, "document")
+    sys.stdout.write(f"{trained.folder}: {plural(trained.vocab, 'token')}, from {documents}{skipped}{chat}\n")

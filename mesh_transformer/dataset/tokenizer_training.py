@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mesh_transformer import files
+from mesh_transformer.data.chat.new_template import NewTemplate
 from mesh_transformer.data.corpus.formats.base import Bad
 from mesh_transformer.data.corpus.pieces import TextPiece
 from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT
@@ -40,6 +41,7 @@ class Training:
     Args:
         vocab: the number of tokens, with the 256 bytes, the separator and the special tokens.
         special: names of further special tokens, which follow the separator.
+        chat_template: its special tokens follow these.
         column: the name of the text in rows and JSON objects.
         on_error: whether a place that is not a document is counted or ends the training.
     """
@@ -48,9 +50,16 @@ class Training:
     special: tuple[str, ...] = ()
     column: str = PrepareOptions.column
     on_error: Literal["skip", "stop"] = PrepareOptions.on_error
+    chat_template: NewTemplate | None = None
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of all special tokens, by their ids."""
+        of_template = self.chat_template.special if self.chat_template else ()
+        return (EOT_TEXT, *self.special, *(name for name in of_template if name not in self.special))
 
     def __post_init__(self) -> None:
-        names = (EOT_TEXT, *self.special)
+        names = self.special_names
         least = _BYTES + len(names)
         if not least <= self.vocab <= _MAX_VOCAB:
             raise UserError(
@@ -85,8 +94,9 @@ class Trained:
 def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
     """Train a tokenizer on text, and write `tokenizer.json` and `tokenizer_config.json` into a new folder.
 
-    The special tokens have the first ids, `<|endoftext|>` has the id 0. The result depends on the text alone. Memory
-    holds the distinct words of the text and their counts, not the text.
+    The special tokens have the first ids, `<|endoftext|>` has the id 0. With a chat template, `chat_template.jinja` and
+    `generation_config.json` are written too, and an answer ends with the token after it in the template. The result
+    depends on the text alone. Memory holds the distinct words of the text and their counts, not the text.
 
     Args:
         inputs: X or X=SHARE, as `read_inputs` accepts them. `<|endoftext|>` in a text ends a document.
@@ -109,6 +119,10 @@ def train(inputs: Sequence[str], folder: str, training: Training) -> Trained:
         "eos_token": EOT_TEXT,
         "clean_up_tokenization_spaces": False,
     }
+    if (template := training.chat_template) is not None:
+        ends = [made.token_to_id(name) for name in dict.fromkeys([template.end, EOT_TEXT])]
+        files.replace(files.join(folder, "generation_config.json"), json.dumps({"eos_token_id": ends}).encode())
+        files.replace(files.join(folder, "chat_template.jinja"), template.source.encode())
     # the last file makes the folder a tokenizer
     files.replace(files.join(folder, "tokenizer_config.json"), json.dumps(config, indent=2).encode())
     files.replace(files.join(folder, "tokenizer.json"), made.to_str(pretty=True).encode())
@@ -137,7 +151,7 @@ def _train(texts: Iterator[str], training: Training) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=training.vocab,
         min_frequency=2,
-        special_tokens=[EOT_TEXT, *training.special],
+        special_tokens=list(training.special_names),
         # every text has ids: the bytes that the text does not have are tokens too
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

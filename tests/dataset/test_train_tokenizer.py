@@ -161,3 +161,58 @@ def test_an_empty_text(tmp_path):
     with pytest.raises(UserError, match="there is no text to train on"):
         train([str(tmp_path / "a.txt")], str(tmp_path / "made"), Training(300))
     assert not (tmp_path / "made" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_of_chats(trained, tmp_path, capsys):
+    """transformers writes the same chat, and an answer ends with the token after it in the template."""
+    from transformers import AutoTokenizer
+
+    folder = str(tmp_path / "chat")
+    train_tokenizer.main(
+        [f"--input={trained / 'a.txt'}", f"--output={folder}", "--vocab=400", "--chat-template=chatml"]
+    )
+    assert "chats: an answer ends with <|im_end|>" in capsys.readouterr().out
+    chat = [{"role": "user", "content": "How many?\n"}, {"role": "assistant", "content": "99"}]
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    text = theirs.apply_chat_template(chat, tokenize=False)
+    assert text == "<|im_start|>user\nHow many?\n<|im_end|>\n<|im_start|>assistant\n99<|im_end|>\n"
+    assert theirs.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True).endswith("assistant\n")
+    assert theirs.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+    assert set(ours.end_tokens) == {0, 2}
+    assert ours.encode("<|im_end|>") == [2]
+
+
+def test_a_template_in_a_file(trained, tmp_path):
+    path, folder = tmp_path / "mine.jinja", str(tmp_path / "made")
+    path.write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}<|system|>")
+    train_tokenizer.main(
+        [f"--input={trained / 'a.txt'}", f"--output={folder}", "--vocab=400", f"--chat-template={path}",
+         "--special=<|user|>", "--special=<|assistant|>"]
+    )  # fmt: skip
+    made = load_tokenizer(folder)
+    assert made.encode("<|user|><|assistant|><|system|>") == [1, 2, 3]
+    assert set(made.end_tokens) == {0}
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "chat_ml",
+            "No such file or directory: give chatml, or a file with a template in Jinja (did you mean chatml?)",
+        ),
+        ("{% for", "--chat-template"),
+        ("nothing", "it does not write what the assistant says"),
+    ],
+)
+def test_bad_templates(trained, tmp_path, template, words):
+    given = template
+    if " " in template or template == "nothing":
+        given = str(tmp_path / "bad.jinja")
+        (tmp_path / "bad.jinja").write_text(template)
+    with pytest.raises(UserError) as raised:
+        train_tokenizer.main(
+            [f"--input={trained / 'a.txt'}", f"--output={tmp_path / 'made'}", f"--chat-template={given}"]
+        )
+    assert words in str(raised.value)
+    assert not (tmp_path / "made").exists()
