@@ -33,13 +33,14 @@ class DataConfig(ConfigGroup):
     """Training data, validation data and batches."""
 
     train_set: TrainSet = None
-    """index file (one record file per line), .tfrecords file or .txt file: a path, a gs:// URL or a name under data/;
-    or the sources of a mixture"""
+    """index file (one record file per line), .tfrecords file, .txt file, or a folder with train.index or train.txt: a
+    path, a gs:// URL or a name under data/; or the sources of a mixture"""
     val_set: Annotated[
         dict[Name, Name],
         Words('one file, or an object that maps names to files, such as {"pile": "pile.val.index"}'),
     ] = Field(default_factory=dict)
-    """validation sets: names mapped to files like train_set; a single file is named val"""
+    """validation sets: names mapped to files like train_set, or to folders with val.index or val.txt; a single one is
+    named val"""
     per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = None
     """sequences of a microbatch on each data-parallel replica"""
     batch_size: Sequences | None = None

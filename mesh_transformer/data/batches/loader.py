@@ -138,7 +138,7 @@ def make_val_loader(
     The records that fill no batch at the end of a file are dropped. Without `repeat` an iteration ends with the last
     file, otherwise never. Arguments and errors as in `make_train_loader`.
     """
-    path = find_source(source)
+    path = find_source(source, "val")
     files, shape = _open_files(path, Batching(seq, 1, batch, tuple(rows), n_vocab, packing), tokenizer)
     counts = counts_of_cached(files[0]) if is_text(path) else counts_of_index(path)
 

@@ -3,6 +3,7 @@
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary, seen_from
@@ -11,10 +12,11 @@ _RECORD_FILE = re.compile(r"\.tfrecords?(\.(gz|gzip|zlib|z))?$", re.IGNORECASE)
 _MAX_INDEX_BYTES = 16 << 20
 _MAX_LISTED = 100_000
 _LOOKUPS_AT_ONCE = 16
+Side = Literal["train", "val"]
 
 
-def find_source(source: str) -> str:
-    """The path of `source`: as given, or under `data/`.
+def find_source(source: str, side: Side = "train") -> str:
+    """The path of `source`: as given, or under `data/`. In the folder of a data set, it is the file of this side.
 
     Raises:
         UserError: neither path exists; names both.
@@ -23,11 +25,13 @@ def find_source(source: str) -> str:
     if not is_remote(source) and not os.path.isabs(source):
         tried.append(os.path.join("data", source))
     for path in tried:
-        if _is_file(path):
-            return path
+        for file in (path, join(path, f"{side}.index"), join(path, f"{side}.txt")):
+            if _is_file(file):
+                return file
     raise UserError(
         f"data set not found, tried {' and '.join(tried)}{seen_from(source)}: give an index file (one record file a "
-        f"line), a .tfrecords file or a .txt file, by its path, its gs:// address or its name under data/"
+        f"line), a .tfrecords file, a .txt file, or a folder with {side}.index or {side}.txt, by its path, its gs:// "
+        "address or its name under data/"
     )
 
 
