@@ -180,6 +180,8 @@ DIMENSIONS = (
     "vocab",
     "experts",
 )
+# of a size, in a message
+_LISTED_DIVISORS = 8
 _RULES = {name: tuple(axis for axis, mark in AXES.items() if name in mark.splits) for name in DIMENSIONS}
 
 
@@ -352,13 +354,19 @@ def check_multiple(size: Size, by_what: str, count: int, also: str, times: int =
     if rounded % by == 0:
         return
     what, below, above = f"{size.field} {size.value}", rounded // by * by, (rounded // by + 1) * by
-    change = f"it to {below} or {above}" if below else f"it to {above}"
+    change = f"to {below} or {above}" if below else f"to {above}"
+    divisors = sorted({1, *(n for n in _divisors(rounded) if n < count and rounded % (times * n) == 0)})
+    needs = f"{times} x {by_what}" if times > 1 else by_what
     if size.multiple_field:
         what += f", rounded up to {rounded} by {size.multiple_field} {size.multiple},"
-        change = f"{size.multiple_field} to {math.lcm(size.multiple, by)}"
-    divisor = max((n for n in _divisors(rounded) if n < count and rounded % (times * n) == 0), default=1)
-    needs = f"{times} x {by_what}" if times > 1 else by_what
-    raise UserError(f"{what} is not divisible by {needs} {count}: set {change}, or {by_what} to {divisor}{also}")
+        remedy = f"{size.multiple_field} to {math.lcm(size.multiple, by)}, or {by_what} to {divisors[-1]}"
+    elif size.field.startswith("model."):
+        # the sizes of a trained model cannot be set
+        allowed = listed(list(map(str, divisors)), most=_LISTED_DIVISORS)
+        remedy = f"{by_what} to {allowed}, or {size.field} of a new model {change}"
+    else:
+        remedy = f"it {change}, or {by_what} to {divisors[-1]}"
+    raise UserError(f"{what} is not divisible by {needs} {count}: set {remedy}{also}")
 
 
 def _divisors(value: int) -> Iterator[int]:
