@@ -30,6 +30,7 @@ class DataSet(NamedTuple):
         record_bytes: size of the first record.
         n_vocab: size of the vocabulary, from manifest.json; None: unknown.
         counted: number of training tokens, from manifest.json; None: unknown.
+        tokenizer: from manifest.json; None: unknown.
     """
 
     path: str
@@ -40,6 +41,7 @@ class DataSet(NamedTuple):
     record_bytes: int | None = None
     n_vocab: int | None = None
     counted: int | None = None
+    tokenizer: str | None = None
 
     def tokens(self, bytes_per_token: float) -> float | None:
         """The approximate number of tokens; None: unknown. `bytes_per_token` holds for a text."""
@@ -72,7 +74,7 @@ def find(answer: str) -> DataSet:
     if record is None:
         raise UserError(f"{records[0]} holds no record: give a data set with one record or more")
     local = plain and not any(map(files.is_remote, records))
-    n_vocab, counted = _told(files.join(os.path.dirname(path), MANIFEST))
+    n_vocab, counted, tokenizer = _told(files.join(os.path.dirname(path), MANIFEST))
     return DataSet(
         path,
         val_path,
@@ -82,6 +84,7 @@ def find(answer: str) -> DataSet:
         reader.offset,
         n_vocab,
         counted,
+        tokenizer,
     )
 
 
@@ -99,10 +102,15 @@ def _validation(path: str) -> str | None:
     return other if other != path and files.exists(other) else None
 
 
-def _told(manifest: str) -> tuple[int | None, int | None]:
-    """The vocabulary and the training tokens of a manifest.json, if it exists and has them."""
+def _told(manifest: str) -> tuple[int | None, int | None, str | None]:
+    """The vocabulary, the training tokens and the tokenizer of a manifest.json, if it exists and has them."""
     if not files.exists(manifest):
-        return None, None
+        return None, None, None
     content = strict_json.read_object(manifest)
-    train = content.get("train")
-    return size(content.get("n_vocab")), size(train.get("tokens")) if isinstance(train, dict) else None
+    train, options = content.get("train"), content.get("options")
+    tokenizer = options.get("tokenizer") if isinstance(options, dict) else None
+    return (
+        size(content.get("n_vocab")),
+        size(train.get("tokens")) if isinstance(train, dict) else None,
+        tokenizer if isinstance(tokenizer, str) else None,
+    )

@@ -24,7 +24,8 @@ _FEWEST_STEPS = 20
 _TUNE_SEQ = 2048
 # the most devices of tensor parallelism in a search; a step needs a sequence for each group of them
 _DEVICES_OF_A_SEQUENCE = 8
-_VALIDATIONS, _LONGEST_BETWEEN = 10, 1000
+# of a short run; a long one has them every 1,000 steps
+_VALIDATIONS, _SAVES, _LONGEST_BETWEEN = 10, 4, 1000
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class RunPlan:
     def tokens(self) -> int:
         """The number of tokens of the run."""
         return self.steps * self.step_tokens
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The size of a checkpoint: float32 parameters, and two moments of each."""
+        moment = 2 if self.grouped["optimizer"].get("moments_dtype") == "bfloat16" else 4
+        return self.parameters * (4 + 2 * moment)
 
     @property
     def hours(self) -> float:
@@ -158,7 +165,7 @@ def _trained(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tupl
     for shape in (chosen,) if chosen else shapes.SHAPES[::-1]:
         seq = shape.seq if data.record_tokens is None else data.record_tokens - 1
         model = parse_config({"model": shapes.model_values(family, shape, n_vocab, seq)}).model
-        tokenizer = "bytes" if data.text else None
+        tokenizer = "bytes" if data.text else data.tokenizer
         case = _Case(answers, machine, data, model, tokenizer, False, seq, most)
         # not worth a search; the smallest is always tried
         if chosen or shape is shapes.SHAPES[0] or _may_do(case):
@@ -272,7 +279,8 @@ def _completed(case: _Case, placed: Placed, steps: int, step_tokens: int, name: 
     if case.tuned:
         rate, end = rule.TUNE_SHARE * rate, rule.TUNE_END_SHARE
         warm_up = max(1, round(rule.TUNE_WARM_UP_SHARE * steps))
-        rest: dict[str, Any] = {}
+        # the loss is that of transformers
+        rest: dict[str, Any] = {"z_loss": 0}
     else:
         end, warm_up, rest = rule.END_SHARE, rule.warm_up_steps(steps, step_tokens), {"b2": 0.95}
     every = min(_LONGEST_BETWEEN, max(1, steps // _VALIDATIONS))
@@ -290,7 +298,7 @@ def _completed(case: _Case, placed: Placed, steps: int, step_tokens: int, name: 
         **placed.grouped,
         "optimizer": {**optimizer, **placed.grouped["optimizer"]},
         "data": {**placed.grouped["data"], **data},
-        "checkpoint": {"model_dir": f"runs/{name}", "ckpt_every": every},
+        "checkpoint": {"model_dir": f"runs/{name}", "ckpt_every": min(_LONGEST_BETWEEN, math.ceil(steps / _SAVES))},
         "logging": {"name": name},
     }
 

@@ -1,11 +1,14 @@
 """The config of a plan as text, with comments, and the commands that come next."""
 
 import json
+import math
 import shlex
 import textwrap
 from collections.abc import Iterator
 
 from mesh_transformer import environment
+from mesh_transformer.config import CheckpointConfig
+from mesh_transformer.errors import byte_size, plural
 from mesh_transformer.estimate.prediction import FORMULA_MEMORY
 from mesh_transformer.runtime.new import rule
 from mesh_transformer.runtime.new.answers import CPU
@@ -23,9 +26,9 @@ _FIELDS = {
     "optimizer.total_steps": "a run that is longer needs a longer anneal_steps too",
     "data.batch_size": "sequences of a microbatch, on all devices together",
     "data.val_batches": "no validation set was found beside the data: name one as val_set, and set this to 20",
-    "data.tokenizer": "each byte is a token; for the tokens of another tokenizer: mesh-transformer prepare",
     "checkpoint.model_dir": "checkpoints, metrics and plots; the same command resumes from its newest checkpoint",
 }
+_BYTES = "each byte is a token; for the tokens of another tokenizer: mesh-transformer prepare"
 _TRAIN = {
     "optimizer.lr": "GPT-3's table 2.1 (arXiv:2005.14165), between the sizes by their logarithms; a tenth at the end",
     "optimizer.warmup_steps": "GPT-3's 375M tokens, and at most 5% of the steps",
@@ -36,6 +39,7 @@ _TRAIN = {
 _TUNE = {
     "optimizer.lr": "0.4 of the learning rate of a training of this size, as in configs/6B_finetune_v3-8.json",
     "optimizer.warmup_steps": "a tenth of the steps",
+    "optimizer.z_loss": "the loss is the cross entropy alone, as in transformers; the default 1e-4 is the original's",
     "optimizer.gradient_accumulation_steps": "microbatches of a step. A step has about 32,768 tokens, or less, so that "
     "there are about 50 steps",
 }
@@ -71,7 +75,7 @@ def next_commands(plan: RunPlan, path: str) -> list[str]:
 
 def summary(plan: RunPlan, price: float | None) -> list[str]:
     """The predictions for the run, in sentences."""
-    return [_time(plan, price), _memory(plan), _tokens(plan)]
+    return [_time(plan, price), _memory(plan), _disk(plan), _tokens(plan)]
 
 
 def _head(plan: RunPlan, command: str, price: float | None) -> Iterator[str]:
@@ -102,6 +106,18 @@ def _memory(plan: RunPlan) -> str:
     return f"Memory of a device: {placed.peak_gib:.2f} of {placed.usable_gib:.2f} GiB.{warning * close}"
 
 
+def _disk(plan: RunPlan) -> str:
+    every = plan.grouped["checkpoint"]["ckpt_every"]
+    saves, kept = math.ceil(plan.steps / every), CheckpointConfig().keep_latest
+    # the next one is written before the oldest is deleted
+    most = min(saves, kept + 1)
+    size = byte_size(plan.checkpoint_bytes)
+    return (
+        f"Disk: {plural(saves, 'checkpoint')} of {size}, of which the newest {kept} stay: at most "
+        f"{byte_size(most * plan.checkpoint_bytes)} at once."
+    )
+
+
 def _tokens(plan: RunPlan) -> str:
     text = f"Tokens: {plan.tokens:,}, limited by {plan.limit}"
     if not plan.checkpoint:
@@ -119,6 +135,8 @@ def _tokens(plan: RunPlan) -> str:
 def _comment(plan: RunPlan, field: str, value: object) -> str:
     if field == "data.val_batches" and value:
         return ""
+    if field == "data.tokenizer":
+        return _BYTES if value == "bytes" else "the tokenizer of the records"
     return {**_FIELDS, **(_TUNE if plan.checkpoint else _TRAIN)}.get(field, "")
 
 

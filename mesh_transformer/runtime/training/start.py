@@ -101,10 +101,23 @@ def resume_or_start(
     # steps in the metrics file without a checkpoint: the run ended before its first checkpoint
     counters = Counters(steps_redone=logged.steps_redone + logged.step)
     if source.tune_model_path:
+        _note_z_loss(session)
         state, origin = _tuned(session, program, source.tune_model_path, source.fresh_opt)
         return StartPoint(state, 0, counters, None, origin, validates=True)
     log.info("compiling: initial parameters")
     return StartPoint(program.init(jax.random.key(session.config.model.seed)), 0, counters, None)
+
+
+def _note_z_loss(session: Session) -> None:
+    """Log what a fine-tuning has in its loss besides the cross entropy."""
+    optimizer = session.config.optimizer
+    logit = "logit - largest logit" if optimizer.z_loss_kind == "classic" else "logit"
+    if optimizer.z_loss and jax.process_index() == 0:
+        log.info(
+            "optimizer.z_loss adds %g x log(sum(exp(%s)))^2 to the cross entropy, which the loss of transformers does "
+            "not have: --set optimizer.z_loss=0 leaves it out",
+            *(optimizer.z_loss, logit),
+        )
 
 
 def _resume(session: Session, checkpoint: RestoredCheckpoint, logged: LoggedProgress) -> StartPoint:

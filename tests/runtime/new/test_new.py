@@ -15,7 +15,7 @@ from mesh_transformer.commands import new
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.environment import SHIPPED
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, byte_size
 from mesh_transformer.estimate.closed_form import estimate
 from mesh_transformer.estimate.overlap import resolve
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
@@ -131,7 +131,28 @@ def test_a_tuning_begins_with_the_checkpoint(write: Callable[..., Config], capsy
     assert " --config mine.json --tune-model-path hf://EleutherAI/gpt-j-6b" in shown
     assert " --ckpt runs/mine --prompt Hello" in shown
     # the learning rate of configs/6B_finetune_v3-8.json
-    assert load_config("mine.json").optimizer.lr == 5e-5
+    config = load_config("mine.json")
+    assert config.optimizer.lr == 5e-5
+    # the loss of transformers
+    assert config.optimizer.z_loss == 0
+
+
+def test_a_short_run_saves_four_times(write: Callable[..., Config], capsys: pytest.CaptureFixture) -> None:
+    config = write("train", "70M", "big", "cpu", "200K")
+    steps, every = config.optimizer.total_steps, config.checkpoint.ckpt_every
+    assert every < config.checkpoint.ckpt_every * 4 >= steps > every * 3
+    # float32 parameters and two moments
+    size = 12 * shapes.parameters(config.model)
+    line = (
+        f"Disk: 4 checkpoints of {byte_size(size)}, of which the newest 2 stay: at most {byte_size(3 * size)} at once."
+    )
+    assert line in capsys.readouterr().out
+
+
+def test_records_name_their_tokenizer(write: Callable[..., Config]) -> None:
+    manifest = json.loads(Path("big/manifest.json").read_text())
+    Path("big/manifest.json").write_text(json.dumps({**manifest, "options": {"tokenizer": "folder/of/mine"}}))
+    assert write("train", "llama", "big", "v3-8", "6h").data.tokenizer == "folder/of/mine"
 
 
 def test_text_on_a_cpu(write: Callable[..., Config]) -> None:
