@@ -31,10 +31,13 @@ RANKS = [
         "host_memory",
         "hub",
         "liveness",
+        "names_2021",
+        "sampling",
         "sequences",
         "slices",
         "spec",
         "stop_signals",
+        "transformer_shard",
     },
     {"platforms", "parallel"},
     {"ops"},
@@ -47,13 +50,19 @@ RANKS = [
     {"runtime"},
     {"cloud"},
     {"cluster"},
-    {"doctor"},
+    {"TPU_cluster", "doctor"},
     {"commands"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 # Inside a package, a module may import from the sets above its own, and from its own folder.
 ROOMS = {
-    "infer": [{"requests", "program_table", "cpu"}, {"sampling"}, {"programs", "scheduler"}, {"engine"}, {"scoring"}],
+    "infer": [
+        {"requests", "program_table", "cpu"},
+        {"sampling"},
+        {"programs", "scheduler"},
+        {"embedding", "engine"},
+        {"scoring"},
+    ],
     "checkpoint": [
         {"archive", "origin", "target", "tensors"},
         {"identity"},
@@ -72,6 +81,7 @@ ROOMS = {
         {"training"},
         {"preflight"},
         {"new"},
+        {"api"},
     ],
     "cloud": [
         {"api", "archive", "hosts", "request", "shell"},

@@ -66,13 +66,13 @@ def load_config(path: str, overrides: Sequence[str] = (), find_model: FindModel 
     return config
 
 
-def parse_config(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Validate a config given as a dictionary, grouped or classic; `overrides` as in `load_config`.
+def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), find_model: FindModel | None = None) -> Config:
+    """Validate a config given as a dictionary, grouped or classic; the other arguments as in `load_config`.
 
     Raises:
         UserError: a key, a value or a combination of values is not usable.
     """
-    config, notes = _resolve(raw, overrides)
+    config, notes = _resolve(raw, overrides, find_model=find_model)
     for note in notes:
         log.warning("%s", note)
     return config

@@ -9,6 +9,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from mesh_transformer.data.tokens.pairs import encode_text, prefix_token
 from mesh_transformer.data.tokens.tokenizer import EOT_TEXT
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
@@ -41,8 +42,8 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the tokenizer's start token, if it has one."""
-        return self._tokenizer.eot if self._tokenizer.bos is None else self._tokenizer.bos
+        """See `pairs.prefix_token`."""
+        return prefix_token(self._tokenizer)
 
     @property
     def max_length(self) -> int:
@@ -52,8 +53,7 @@ class HarnessLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text. By default with the tokenizer's start token, unless the text has it, as in HFLM."""
         if add_special_tokens is None:
-            prefix = self._tokenizer.decode([self.prefix_token_id], special_names=True)
-            add_special_tokens = not string.startswith(prefix)
+            return encode_text(self._tokenizer, string)
         return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:

@@ -1,15 +1,17 @@
 """The config of a training command, whose file may leave the model to a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mesh_transformer.config import CheckpointConfig, Config, load_config
+from mesh_transformer.config import CheckpointConfig, Config, load_config, parse_config
 
 
-def training_config(path: str, overrides: Sequence[str], tune_model_path: str | None, *, new: bool = False) -> Config:
-    """The config in the file at `path`, with the `overrides`.
+def training_config(
+    given: str | Mapping[str, Any], overrides: Sequence[str], tune_model_path: str | None, *, new: bool = False
+) -> Config:
+    """The config in the file `given`, or with these values, with the `overrides`.
 
-    If the file has no group `model`, the model is that of the newest checkpoint of the run, or else of the checkpoint
+    If it has no group `model`, the model is that of the newest checkpoint of the run, or else of the checkpoint
     at `tune_model_path`.
 
     Args:
@@ -28,4 +30,6 @@ def training_config(path: str, overrides: Sequence[str], tune_model_path: str | 
         checkpoint = tuned if new else start_checkpoint(settings.root, tuned)
         return None if checkpoint is None else recorded_model_of(checkpoint)
 
-    return load_config(path, overrides, find_model)
+    if isinstance(given, str):
+        return load_config(given, overrides, find_model)
+    return parse_config(dict(given), overrides, find_model)

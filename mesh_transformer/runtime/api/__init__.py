@@ -1,0 +1,1 @@
+"""The functions of docs/python.md: `load`, `fit` and what they return."""

@@ -1,0 +1,72 @@
+"""Opens the devices of this process, and a model on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from mesh_transformer import cpu_devices, hub, platforms
+from mesh_transformer.checkpoint.open import Checkpoint
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.api.model import Model
+from mesh_transformer.runtime.serving.start import MAX_SLOTS
+from mesh_transformer.runtime.session.engine import open_engine
+from mesh_transformer.runtime.session.generation_defaults import generation_defaults
+from mesh_transformer.runtime.session.tokenizer import open_tokenizer
+from mesh_transformer.runtime.session.weights import config_of
+
+# the largest default context; a cache of more is rarely used
+MOST_CONTEXT = 4096
+
+
+def load_model(
+    checkpoint: str,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    dtype: str = "auto",
+    context: int | None = None,
+    slots: int = 4,
+    overrides: Sequence[str] = (),
+) -> Model:
+    """See `entry.load`."""
+    if not 1 <= slots <= MAX_SLOTS:
+        raise UserError(f"slots {slots}: must be 1 to {MAX_SLOTS}")
+    platforms.require_one_process()
+    opened = Checkpoint.open(hub.as_name(checkpoint) or checkpoint)
+    if opened.config is None:
+        raise UserError(
+            f"{opened.folder} does not record its config: convert it with `mesh-transformer reshard --ckpt "
+            f"{opened.path} --config FILE --format native --out FOLDER`, and load FOLDER"
+        )
+    settings = [*overrides, *(f"mesh.{axis}={json.dumps(size)}" for axis, size in (mesh or {}).items())]
+    config = config_of(None, [*settings, f"compute.dtype={dtype}"], opened)
+    if context is not None and not 1 <= context <= config.seq:
+        raise UserError(
+            f"context {context}: must be 1 to {config.seq}, the model's; a longer one needs "
+            f'overrides=["model.seq={context}"]'
+        )
+    open_devices()
+    tokenizer = open_tokenizer(config, opened)
+    # a mistake of generation_config.json is told before the weights are read
+    defaults = generation_defaults(opened, "auto")
+    engine = open_engine(config, opened, slots=slots, context=context or min(config.seq, MOST_CONTEXT))
+    return Model(config, overrides, opened, tokenizer, engine, defaults)
+
+
+def open_devices() -> None:
+    """Open the devices of this process, with threads for virtual ones.
+
+    Raises:
+        UserError: there is no such device, or XLA_FLAGS asks for other CPU devices than this process has opened before.
+    """
+    with platforms.threads_for_devices():
+        platforms.open_devices()
+    asked = cpu_devices.asked()
+    if asked and jax.default_backend() == "cpu" and asked != jax.local_device_count():
+        raise UserError(
+            f"XLA_FLAGS asks for {asked} devices of the CPU, but JAX has {jax.local_device_count()}: it was started "
+            "before XLA_FLAGS was set. Set it before the first use of JAX; in a notebook, restart the kernel and set "
+            "it in the first cell"
+        )

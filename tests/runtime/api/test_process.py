@@ -1,0 +1,132 @@
+"""What a process that imports and uses the library sees of it besides results."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from support.commands import CONFIG, REPO, _own_environment
+from support.xla import cpu_flags
+
+# what others change when they are imported is theirs
+STATE = """
+import asyncio, copy, gc, logging, os, signal, sys, threading, warnings
+
+import fsspec.config, jax, matplotlib.pyplot, numpy, orbax.checkpoint, tensorboardX, transformers, uvicorn
+import jax._src.cache_key
+
+LOGGERS = ["", "absl", "asyncio", "fsspec", "jax", "mesh_transformer", "transformers", "uvicorn", "uvicorn.error"]
+
+
+def state():
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return copy.copy({
+        "hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, sys.getswitchinterval()),
+        "signals": signals,
+        "argv": list(sys.argv),
+        "gc": (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "loggers": [(each.level, list(each.filters), list(each.handlers), each.disabled) for each in loggers],
+        "fsspec": copy.deepcopy(fsspec.config.conf),
+        "jax": {name: getattr(jax.config, name, None) for name in jax.config.values},
+        "listeners": list(jax._src.monitoring.get_event_listeners()),
+        "key": jax._src.cache_key._hash_accelerator_config,
+        "warnings": list(warnings.filters),
+        "threads": {thread.name for thread in threading.enumerate()},
+    })
+
+
+before = state()
+"""
+USE = """
+from mesh_transformer import fit, load
+
+run = fit({config!r}, optimizer={{"total_steps": 2}})
+assert [row["step"] for row in run.metrics][-1] == run.step == 2
+with run.load(slots=1) as model:
+    model.generate("12", max_tokens=2)
+    for text in model.stream("12", max_tokens=9):
+        break
+    model.score("123")
+    model.embed("123")
+    model.save("hf")
+    with model.serve(port=0):
+        pass
+try:
+    load("nowhere")
+except ValueError:
+    pass
+now = state()
+for name, value in before.items():
+    if name == "threads":
+        # pools of other libraries, and of executors that end with the process
+        left = [each for each in now[name] - value if each.startswith(("engine", "model", "fit", "compile"))]
+        assert not left, left
+    else:
+        assert now[name] == value, (name, value, now[name])
+"""
+
+
+def start(program: str, folder: Path, devices: int = 1) -> subprocess.Popen[str]:
+    environment = {**_own_environment(dict(__import__("os").environ), devices), "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500)))
+
+
+def test_the_import_is_light() -> None:
+    program = "import sys; from mesh_transformer import load, fit, Completion; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], cwd=REPO, text=True, capture_output=True, check=True)
+    assert not {"jax", "numpy", "transformers", "haiku", "pydantic"} & set(modules.stdout.split())
+
+
+def test_a_process_is_as_before(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    process = start(STATE + USE.format(config=CONFIG), tmp_path)
+    output, errors = process.communicate(timeout=600)
+    assert (process.returncode, output) == (0, ""), errors
+    assert not errors
+
+
+def test_ctrl_c_saves_and_returns(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    groups = {"optimizer": {"total_steps": 100000}, "checkpoint": {"ckpt_every": 100000}}
+    program = (
+        "import mesh_transformer\n"
+        f"run = mesh_transformer.fit({CONFIG!r}, **{groups!r})\n"
+        "print('returned', run.step, run.checkpoint)"
+    )
+    process = start(program, tmp_path)
+    metrics = tmp_path / CONFIG["checkpoint"]["model_dir"] / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    words = output.split()
+    assert words[0] == "returned"
+    assert 1 <= int(words[1]) < 100000
+    assert (tmp_path / words[2] / "_CHECKPOINT_METADATA").exists() or (tmp_path / words[2]).is_dir()
+
+
+def test_cpu_devices_that_are_asked_for_too_late(tmp_path: Path) -> None:
+    program = (
+        "import os, jax\n"
+        "jax.devices()\n"
+        f"os.environ['XLA_FLAGS'] = {cpu_flags(4)!r}\n"
+        "import mesh_transformer\n"
+        f"mesh_transformer.fit({CONFIG!r}, mesh={{'tp': 4}})"
+    )
+    write_text(tmp_path)
+    process = start(program, tmp_path)
+    _, errors = process.communicate(timeout=600)
+    assert "UserError: XLA_FLAGS asks for 4 devices of the CPU, but JAX has 1" in errors.splitlines()[-1]
