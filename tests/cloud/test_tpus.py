@@ -9,6 +9,7 @@ from google.rpc import code_pb2
 from support.tpu_api import NODE, Refusal, TpuApi
 from support.waiting import LONG_S
 
+import tpu_utils
 from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api
 from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused
@@ -269,3 +270,10 @@ def test_project_and_zone(monkeypatch: pytest.MonkeyPatch, api: TpuApi) -> None:
         Tpus("europe-west4-a")
     with pytest.raises(UserError, match="is no zone"):
         Tpus("europe-west4", project="p")
+
+
+def test_functions_of_2021(api: TpuApi) -> None:
+    assert tpu_utils.create_tpu("pod", "europe-west4-a", "v3-32", True) is True
+    assert tpu_utils.check_tpu("pod", "europe-west4-a") == {"name": "pod", "acceleratorType": "v3-32", "state": "READY"}
+    assert tpu_utils.delete_tpu("pod", "europe-west4-a") is True
+    assert not api.nodes
