@@ -16,7 +16,15 @@ from unittest import mock
 import golden
 import hypothesis
 import pytest
-from support.summary import DEFAULT_MARKERS, NO_SHARED, PeakMemory, closing_lines, seconds_by_folder
+from support.summary import (
+    DEFAULT_MARKERS,
+    NO_SHARED,
+    PeakMemory,
+    closing_lines,
+    real_seconds,
+    seconds_by_folder,
+    used_cpu_s,
+)
 from support.xla import cpu_flags
 
 from mesh_transformer import cpu_devices
@@ -42,7 +50,8 @@ def set_up_devices(environment: dict[str, str] | os._Environ[str]) -> None:
 
 
 def set_up_caches(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Keep compiled programs, and Matplotlib's list of fonts, between sessions in the user's own cache folder.
+    """Keep compiled programs, and Matplotlib's list of fonts, between sessions in the user's own cache folder, and the
+    bytecode of packages beside them.
 
     The key is JAX's (program, flags, versions, devices). A size limit makes JAX take a file lock for each access, so
     parallel sessions are safe. JAX_ENABLE_COMPILATION_CACHE=false switches it off.
@@ -52,6 +61,10 @@ def set_up_caches(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
     environment.setdefault("MPLCONFIGDIR", folder)
     environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
+    # Images of containers may switch bytecode off, and uv installs none: each process that a test starts would compile
+    # the sources of jax, transformers and torch, 1 to 5 CPU s.
+    environment["PYTHONDONTWRITEBYTECODE"] = ""
+    sys.dont_write_bytecode = False
     # smaller programs are ten times as many, and JAX looks at all of them for each one that it stores
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
@@ -275,7 +288,7 @@ def no_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distributions", others)
 
 
-_MEMORY = pytest.StashKey[PeakMemory]()
+_MEMORY, _CPU = pytest.StashKey[PeakMemory](), pytest.StashKey[float]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -284,14 +297,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.stash[_MEMORY] = PeakMemory()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give the report of a phase its CPU time."""
+    report = yield
+    before, now = item.config.stash.get(_CPU, 0.0), used_cpu_s()
+    item.config.stash[_CPU] = now
+    report.user_properties.append((f"cpu_s of {report.when}", round(now - before, 3) if before else 0.0))
+    return report
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
     """Close with the seconds of each folder and with what was not run, after pytest's own summary."""
     yield
+    reports = [one for status in terminalreporter.stats.values() for one in status if hasattr(one, "duration")]
     if getattr(config.option, "numprocesses", None):
         terminalreporter.section("seconds of tests by folder")
-        reports = [one for status in terminalreporter.stats.values() for one in status if hasattr(one, "duration")]
         for line in [*seconds_by_folder(reports), str(config.stash[_MEMORY])]:
             terminalreporter.write_line(line)
+    for line in real_seconds(reports, TESTS.parent / "scripts/budgets.toml"):
+        terminalreporter.write_line(line)
     for line in closing_lines(terminalreporter.stats.get("skipped", []), config.option.markexpr):
         terminalreporter.write_line(line)
