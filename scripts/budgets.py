@@ -37,6 +37,8 @@ CORE_FOLDERS = ("models", "ops", "parallel", "train", "families", "spec", "optim
 # a server's modules of these parts grow with the models, and are not counted; nor the files of a specification
 NOT_COUNTED = ("families", "spec")
 LINES, ANY, FILES = "code lines", "Any per thousand code lines", "files"
+# a run of the tests prints the figure
+CPU_SECONDS, REAL = "CPU seconds", "tests marked real"
 FORWARD, STEP, SERVER = "a traced forward pass executes", "a traced training step executes", "a server loads"
 TRACED = {FORWARD: traced_files.FORWARD, STEP: traced_files.STEP}
 # the limit of a figure that --record sets is the next multiple
@@ -184,6 +186,7 @@ def table(figures: Figures, most: Figures, before: Mapping[str, float] | None) -
             if kind == LINES and before is not None:
                 second = f"{value - before.get(name, 0):+,}"
             rows.append((kind, name, f"{value:,}", second))
+    rows += ((CPU_SECONDS, name, "see the tests", f"{limit:,}") for name, limit in most.get(CPU_SECONDS, {}).items())
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {now:>{widths[2]}}  {limit:>{widths[3]}}"
@@ -223,7 +226,9 @@ def _page(most: Mapping[str, Mapping[str, float]]) -> str:
         + "\n\n- While a small GPT-J is traced, functions of at most "
         f"{most[FILES][FORWARD]:g} files of the package run in its forward\n"
         f"  pass, and of {most[FILES][STEP]:g} in its training step, `spec` aside.\n"
-        f"- A server loads at most {most[FILES][SERVER]:g} modules of the package, `families` and `spec` aside.\n\n"
+        f"- A server loads at most {most[FILES][SERVER]:g} modules of the package, `families` and `spec` aside.\n"
+        f"- Tests with a trained model take at most {most[CPU_SECONDS][REAL]:g} CPU seconds in all; a run of them "
+        "prints theirs.\n\n"
     )
 
 
@@ -235,7 +240,7 @@ def main() -> int:
     arguments = parser.parse_args()
     figures, outdated = measured()
     if arguments.record:
-        LIMITS.write_text(as_toml(rounded_up(figures)), encoding="utf-8")
+        LIMITS.write_text(as_toml({**rounded_up(figures), CPU_SECONDS: limits()[CPU_SECONDS]}), encoding="utf-8")
     most = limits()
     if arguments.record or arguments.write:
         PAGE.write_text(render(most), encoding="utf-8")

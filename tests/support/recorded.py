@@ -7,12 +7,13 @@ start (`[tool.coverage.run]` in pyproject.toml).
 import json
 import os
 import re
-import resource
 import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import pytest
+
+from support.summary import used_cpu_s
 
 
 def folder() -> Path:
@@ -57,23 +58,17 @@ class Records:
         return ran_lines, ran_files
 
 
-def _cpu_s() -> float:
-    """Of this process and its children that have ended."""
-    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(use.ru_utime + use.ru_stime for use in uses)
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     """While coverage measures, give the lines of each test its name, and write down its seconds."""
     measuring = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
     if measuring is None:
         return (yield)
-    before = _cpu_s()
+    before = used_cpu_s()
     measuring.switch_context(item.nodeid)
     try:
         return (yield)
     finally:
         measuring.switch_context("")
         with (folder() / f"seconds-{os.getpid()}").open("a") as file:
-            file.write(json.dumps([item.nodeid, round(_cpu_s() - before, 2)]) + "\n")
+            file.write(json.dumps([item.nodeid, round(used_cpu_s() - before, 2)]) + "\n")

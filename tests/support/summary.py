@@ -1,8 +1,10 @@
 """The last lines of a run of the tests: the seconds of each folder, its memory, and what was left out."""
 
 import re
+import resource
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -32,12 +34,34 @@ def closing_lines(skipped: Iterable[pytest.TestReport], markers: str) -> Iterato
 
 
 def seconds_by_folder(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
-    """The wall time of the tests of each folder, the longest first. Workers run beside each other."""
-    seconds: Counter[str] = Counter()
+    """The wall time and the CPU time of the tests of each folder, the longest first. Workers run beside each other."""
+    seconds, cpu_seconds = Counter[str](), Counter[str]()
     for report in reports:
-        seconds[str(PurePosixPath(report.nodeid.partition("::")[0]).parent)] += report.duration
+        folder = str(PurePosixPath(report.nodeid.partition("::")[0]).parent)
+        seconds[folder] += report.duration
+        cpu_seconds[folder] += cpu_s_of(report)
     for folder, total in seconds.most_common():
-        yield f"{total:8.1f} s  {folder}"
+        yield f"{total:8.1f} s {cpu_seconds[folder]:8.1f} CPU s  {folder}"
+
+
+def real_seconds(reports: Iterable[pytest.TestReport], limits: Path) -> Iterator[str]:
+    """The CPU time of the tests with a trained model, beside its limit in scripts/budgets.toml. Nothing if none ran."""
+    total = sum(cpu_s_of(report) for report in reports if "real" in report.keywords)
+    if total:
+        limit = tomllib.loads(limits.read_text())["CPU seconds"]["tests marked real"]
+        over = ", over it: make them cheaper" if total > limit else ""
+        yield f"tests marked real: {total:.0f} CPU s; the limit is {limit}{over}"
+
+
+def used_cpu_s() -> float:
+    """The CPU time of this process, and of its children that have ended and for which it has waited."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def cpu_s_of(report: pytest.TestReport) -> float:
+    """The CPU time of a phase of a test."""
+    return float(dict(report.user_properties).get(f"cpu_s of {report.when}", 0.0))
 
 
 class PeakMemory:
