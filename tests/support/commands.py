@@ -20,6 +20,8 @@ REPO = Path(__file__).parents[2]
 # the working folder for a program that imports `support`
 TESTS = REPO / "tests"
 
+_PIPES: Any = {"text": True, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
 # byte tokens of a text file, with validation, accumulation and shuffling; small enough to compile in seconds
 CONFIG: dict[str, Any] = {
     "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 32, "pe_rotary_dims": 8},
@@ -59,11 +61,23 @@ def start(
     """
     env = {**_own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
     command = [sys.executable, str(REPO / program), *arguments]
-    options = {"cwd": cwd, "env": env, "text": True, "stdin": subprocess.DEVNULL}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {"cwd": cwd, "env": env, **_PIPES}
     if not fresh and sys.platform == "linux" and (server := fork_server()).can_start(command[1], env):
         return Forked(server, command, **options)
     return subprocess.Popen(command, **options)
+
+
+def start_python(
+    program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str
+) -> subprocess.Popen[str]:
+    """Start the text of a Python program as `start` does."""
+    env = {**_own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=cwd, env=env, **_PIPES)
+
+
+def run_python(program: str, *arguments: str, cwd: Path, code: int = 0, **options: Any) -> tuple[str, str]:
+    """Run the text of a Python program to its end. The options are those of `start_python`. Returns as `run`."""
+    return finish(start_python(program, *arguments, cwd=cwd, **options), code)
 
 
 def _own_environment(inherited: dict[str, str], devices: int) -> dict[str, str]:

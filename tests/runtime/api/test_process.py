@@ -3,10 +3,9 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from support.commands import CONFIG, REPO, _own_environment
+from support.commands import CONFIG, REPO, finish, run_python, start_python, wait_for_step
 from support.xla import cpu_flags
 
 # what others change when they are imported is theirs
@@ -70,14 +69,6 @@ for name, value in before.items():
 """
 
 
-def start(program: str, folder: Path, devices: int = 1) -> subprocess.Popen[str]:
-    environment = {**_own_environment(dict(__import__("os").environ), devices), "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
 def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500)))
 
@@ -90,10 +81,8 @@ def test_the_import_is_light() -> None:
 
 def test_a_process_is_as_before(tmp_path: Path) -> None:
     write_text(tmp_path)
-    process = start(STATE + USE.format(config=CONFIG), tmp_path)
-    output, errors = process.communicate(timeout=600)
-    assert (process.returncode, output) == (0, ""), errors
-    assert not errors
+    output, errors = run_python(STATE + USE.format(config=CONFIG), cwd=tmp_path)
+    assert (output, errors) == ("", "")
 
 
 def test_ctrl_c_saves_and_returns(tmp_path: Path) -> None:
@@ -104,18 +93,15 @@ def test_ctrl_c_saves_and_returns(tmp_path: Path) -> None:
         f"run = mesh_transformer.fit({CONFIG!r}, **{groups!r})\n"
         "print('returned', run.step, run.checkpoint)"
     )
-    process = start(program, tmp_path)
-    metrics = tmp_path / CONFIG["checkpoint"]["model_dir"] / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 1):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    process = start_python(program, cwd=tmp_path)
+    wait_for_step(process, tmp_path / "run", 2)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
+    output, _ = finish(process)
     words = output.split()
     assert words[0] == "returned"
     assert 1 <= int(words[1]) < 100000
-    assert (tmp_path / words[2] / "_CHECKPOINT_METADATA").exists() or (tmp_path / words[2]).is_dir()
+    assert words[2] == f"run/step_{words[1]}"
+    assert (tmp_path / words[2]).is_dir()
 
 
 def test_cpu_devices_that_are_asked_for_too_late(tmp_path: Path) -> None:
@@ -127,6 +113,5 @@ def test_cpu_devices_that_are_asked_for_too_late(tmp_path: Path) -> None:
         f"mesh_transformer.fit({CONFIG!r}, mesh={{'tp': 4}})"
     )
     write_text(tmp_path)
-    process = start(program, tmp_path)
-    _, errors = process.communicate(timeout=600)
+    _, errors = run_python(program, cwd=tmp_path, code=1)
     assert "UserError: XLA_FLAGS asks for 4 devices of the CPU, but JAX has 1" in errors.splitlines()[-1]
