@@ -6,17 +6,20 @@
 import importlib
 from typing import Any
 
-from mesh_transformer.runtime.api.entry import fit, load
-from mesh_transformer.runtime.api.results import Completion, Score
-
 __version__ = "2.0.0"
-__all__ = ["Completion", "Model", "Run", "Score", "Server", "fit", "load"]
-
-# the modules of classes that import jax
-_CLASSES = {"Model": "model", "Run": "training", "Server": "server"}
+# the modules of runtime/api by the names of this package, which __init__.pyi lists for editors
+_MODULES = {
+    "Completion": "results", "Model": "model", "Run": "training", "Score": "results", "Server": "server",
+    "fit": "entry", "load": "entry",
+}  # fmt: skip
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CLASSES:
-        return getattr(importlib.import_module(f"{__name__}.runtime.api.{_CLASSES[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.runtime.api.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

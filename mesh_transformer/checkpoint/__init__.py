@@ -1,5 +1,9 @@
 """Checkpoints on disk and in object stores."""
 
-from mesh_transformer.names_2021 import gone_from
+from typing import Any
 
-__getattr__ = gone_from(__name__)
+
+def __getattr__(name: str) -> Any:
+    from mesh_transformer.names_2021 import gone_from
+
+    return gone_from(__name__)(name)
