@@ -35,5 +35,6 @@ Next, in this folder:
     source .venv/bin/activate
     python device_serve.py --ckpt {run}                      # a page to write with the model: http://127.0.0.1:5000
     python device_sample.py --ckpt {run} --prompt "JULIET:"  # other samples, as many as you like
+    docs/first_chat.md                                       # from a folder of your own texts to a chat
     python device_train.py --config {sys.argv[1]} --set optimizer.lr=1e-3 --set checkpoint.model_dir=runs/mine""")
 PY

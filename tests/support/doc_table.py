@@ -12,6 +12,7 @@ HUB = "downloads from the Hugging Face hub"
 PACKAGES = "installs packages"
 WEIGHTS = "needs the weights of a model that are not in the repository: GPT-J-6B, or Pythia of the section's first part"
 REAL = "needs a trained model; tests/real runs these commands with it where it is"
+PYTHON = "one program with the others of its page, which tests/runtime/api runs"
 LIBTPU = "compiles for TPUs for minutes, where tests marked tpu take small models"
 HOURS = "takes over ten minutes"
 BENCHMARK = "measures an idle machine for minutes, some beside packages that the tests do not install"
@@ -59,6 +60,16 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/checkpoints.md", "python to_hf_weights.py --config configs/6B_roto_256.json"): WEIGHTS,
     ("docs/checkpoints.md", "python from_hf_weights.py --input gptj_hf"): WEIGHTS,
     ("docs/gguf.md", "mesh-transformer "): REAL,
+    ("docs/first_chat.md", "mesh-transformer prepare --input tests/golden"): REAL,
+    ("docs/first_chat.md", "mesh-transformer new mine_log"): REAL,
+    ("docs/first_chat.md", "mesh-transformer train --config mine_log.json"): REAL,
+    ("docs/python.md", "from mesh_transformer"): PYTHON,
+    ("docs/python.md", "completion = "): PYTHON,
+    ("docs/python.md", "model."): PYTHON,
+    ("docs/python.md", "answer = "): PYTHON,
+    ("docs/python.md", "for text in "): PYTHON,
+    ("docs/python.md", "import math"): PYTHON,
+    ("docs/python.md", "with model.serve"): PYTHON,
     ("docs/preflight.md", "mesh-transformer preflight --model llama"): WEIGHTS,
     ("CONTRIBUTING.md", "python tests/support/real_model.py"): PACKAGES,
     ("docs/checkpoints.md", "python device_train.py --config configs/6B_"): WEIGHTS,
@@ -109,6 +120,11 @@ TEXT: dict[Entry, str] = {
     ("docs/checkpoints.md", "gptj_hf/"): "a tree of files",
     ("docs/checkpoints.md", "Tensor("): "a line of a Python file",
     ("docs/config.md", "{"): "an excerpt of a config",
+    ("docs/first_chat.md", "A mirror,"): "a sample of a model that another CPU trains to other bits",
+    ("docs/python.md", "load("): "a signature",
+    ("docs/python.md", "fit("): "a signature",
+    ("docs/python.md", "model."): "a signature",
+    ("docs/python.md", "TypeError"): "the end of a traceback",
     ("docs/config.md", "tokens a step ="): "a formula",
     ("docs/evaluate.md", '"data": {'): "an excerpt of a config",
     ("docs/evaluate.md", "| model | step |"): "the head of a table",
@@ -134,6 +150,7 @@ SHORTER: dict[Entry, str] = {
     ("README.md", "mesh-transformer train --config tiny_shakespeare"): STEPS,
     ("README.md", "mesh-transformer drive --processes 2"): STEPS,
     ("docs/install.md", "mesh-transformer train"): STEPS,
+    ("docs/first_chat.md", "mesh-transformer train --config mine.json"): STEPS,
 }
 """Arguments that are appended to commands that would compute for minutes; what the page says about the result holds for
 any number of steps."""
