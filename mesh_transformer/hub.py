@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mesh_transformer import liveness
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.gguf.parts import part_names
-from mesh_transformer.logs import log
+from mesh_transformer.logs import Progress, log
 
 PREFIX = "hf://"
 FORM = (
@@ -327,12 +327,12 @@ def _gguf_files(path: str) -> str:
 
 @functools.cache
 def _bar() -> type:
-    """The library's progress bar, which also tells the watchdog of progress. It is shown only on a terminal."""
+    """The library's progress bar, on the terminal of a command. It also tells the watchdog of progress."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named | ({} if sys.stderr.isatty() else {"disable": True}))
+            super().__init__(*arguments, **named | ({} if Progress.shown() else {"disable": True}))
 
         def update(self, n: float | None = 1) -> Any:
             liveness.record_progress()

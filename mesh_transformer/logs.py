@@ -42,6 +42,7 @@ def set_up(level: int = logging.INFO) -> None:
     handler.setFormatter(_BarFriendly("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     log.setLevel(level)
+    Progress.bars = True
     _silence_libraries()
 
 
@@ -112,11 +113,19 @@ class _OneLine:
 
 
 class Progress:
-    """A bar with rate and ETA on a terminal, or a plain line every few seconds (on standard error).
+    """A bar with rate and ETA on a terminal after `set_up`, else a plain line in the log every few seconds.
 
     The rate counts the time after the first update, because the time before includes compilation. Without a `total`
     it shows only the count.
     """
+
+    # a program that uses this package prints what it wants to
+    bars = False
+
+    @classmethod
+    def shown(cls) -> bool:
+        """Whether a bar may be shown: on the terminal of a command."""
+        return cls.bars and sys.stderr.isatty()
 
     def __init__(
         self,
@@ -130,7 +139,7 @@ class Progress:
     ):
         from tqdm import tqdm
 
-        self._plain = not sys.stderr.isatty()
+        self._plain = not self.shown()
         self._what, self._total = what, total
         # units and time of the first update
         self._first: tuple[int, float] | None = None

@@ -97,8 +97,17 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(logs.Progress, "bars", True)
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (80, 24))
     return screen
+
+
+def test_a_program_that_uses_the_package_sees_no_bar(clock, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mesh_transformer")
+    screen = _terminal(monkeypatch)
+    monkeypatch.setattr(logs.Progress, "bars", False)
+    logs.Progress("training", 1, unit="step").update(1)
+    assert (screen.getvalue(), _lines(caplog)) == ("", ["training 1/1  eta 0:00:00"])
 
 
 def test_the_bar_has_the_same_time_left(clock, monkeypatch):

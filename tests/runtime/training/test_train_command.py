@@ -149,6 +149,7 @@ def test_the_bar_has_room(monkeypatch, mfu, least):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(logs.Progress, "bars", True)
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
     progress = logs.Progress("training", 2000, unit="step", done=900)
     scalars = {"train/loss": 1.6612, "train/tokens_per_sec": 123_456.0, **mfu}
