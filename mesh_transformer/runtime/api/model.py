@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar, overload
@@ -238,7 +239,9 @@ class Model:
         (text,) = self._run(self._served.decode([list(tokens)], special_names=special_names))
         return text
 
-    def save(self, folder: str, *, format: Literal["hf", "native"] = "hf", dtype: str | None = None) -> str:
+    def save(
+        self, folder: str | os.PathLike[str], *, format: Literal["hf", "native"] = "hf", dtype: str | None = None
+    ) -> str:
         """Write the checkpoint of this model in another format.
 
         Args:
@@ -253,19 +256,20 @@ class Model:
         Raises:
             UserError: the folder exists, or the model has no such format.
         """
+        path = os.fspath(folder)
         if format == "hf":
             if dtype is not None and dtype not in DTYPES:
                 raise UserError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
             name = None if dtype is None else DTYPES[dtype]
-            convert.to_hf(None, self._overrides, self._checkpoint.path, folder, dtype=name)
-            return folder
+            convert.to_hf(None, self._overrides, self._checkpoint.path, path, dtype=name)
+            return path
         if format != "native":
             raise UserError(f'format {format!r}: must be "hf" or "native"')
         if dtype is not None:
             raise UserError(f"dtype {dtype!r}: a native checkpoint has the dtypes of the checkpoint it comes from")
         source = self._checkpoint.source(self.config.model)
         origin = self._checkpoint.origin(source)
-        return convert.write_step(source, self.config.model, folder, format=format, origin=origin)
+        return convert.write_step(source, self.config.model, path, format=format, origin=origin)
 
     def serve(self, host: str = "127.0.0.1", port: int = 5000) -> Server:
         """Serve the model over HTTP, as `mesh-transformer serve` does, beside the calls of this process.
@@ -291,11 +295,16 @@ class Model:
             return
         for server in self._servers:
             server.stop()
-        self._loop.cut_off()
-        self._background.run(self._loop.stop(_LAST_STEP_S))
+        ended = self._background.run(self._stop())
         self._served.close()
         self._background.close()
-        engine.unload()
+        # a thread that still computes needs them
+        if ended:
+            engine.unload()
+
+    async def _stop(self) -> bool:
+        self._loop.cut_off()
+        return await self._loop.stop(_LAST_STEP_S)
 
     def __enter__(self) -> Self:
         return self

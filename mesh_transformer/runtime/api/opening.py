@@ -33,6 +33,8 @@ def load_model(
     """See `entry.load`."""
     if not 1 <= slots <= MAX_SLOTS:
         raise UserError(f"slots {slots}: must be 1 to {MAX_SLOTS}")
+    if isinstance(overrides, str):
+        raise UserError(f"overrides {overrides!r}: give a list of texts, such as [{overrides!r}]")
     platforms.require_one_process()
     opened = Checkpoint.open(hub.as_name(checkpoint) or checkpoint)
     if opened.config is None:

@@ -39,7 +39,11 @@ class Server:
         self._ended = threading.Event()
         app = make_app(model, keys, options.allow_origins, options.names(listener, keys))
         self._http = http_server(app, model.loop)
-        background.run(self._start(model, listener))
+        try:
+            background.run(self._start(model, listener))
+        except BaseException:
+            listener.close()
+            raise
         log.info("listening on %s", self.url)
 
     def stop(self) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import loopback
+from support import hf_models, loopback
+from support.chat_templates import chat_folder
 from support.evaluated import HarnessRequest
 from support.hf_folders import transformers_logits
 
@@ -170,6 +171,18 @@ def test_states_are_those_of_transformers(model_folder: Path, model: Model) -> N
         np.testing.assert_allclose(model.embed(text), states.mean(0), atol=1e-4)
         np.testing.assert_allclose(model.embed([text], pool="last")[0], states[-1], atol=1e-4)
     assert model.embed("A day").dtype == np.float32
+
+
+def test_states_of_experts_do_not_see_padding(tmp_path: Path) -> None:
+    import torch
+
+    theirs = hf_models.save("mixtral", chat_folder(tmp_path / "mixtral"))
+    with mesh_transformer.load(tmp_path / "mixtral", slots=1) as model:
+        # 20 tokens, padded to 32
+        text = "It was a cold day. "
+        with torch.no_grad():
+            output = theirs(torch.tensor([model.encode(text)]), output_hidden_states=True)
+        np.testing.assert_allclose(model.embed(text, pool=None), output.hidden_states[-1][0].numpy(), atol=1e-4)
 
 
 def test_save_writes_what_load_reads(model: Model, tmp_path: Path) -> None:

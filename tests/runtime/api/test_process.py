@@ -1,5 +1,7 @@
 """What a process that imports and uses the library sees of it besides results."""
 
+import ast
+import importlib
 import signal
 import subprocess
 import sys
@@ -7,6 +9,8 @@ from pathlib import Path
 
 from support.commands import CONFIG, REPO, finish, run_python, start_python, wait_for_step
 from support.xla import cpu_flags
+
+import mesh_transformer
 
 # what others change when they are imported is theirs
 STATE = """
@@ -79,6 +83,16 @@ def test_the_import_is_light() -> None:
     assert not {"jax", "numpy", "transformers", "haiku", "pydantic"} & set(modules.stdout.split())
 
 
+def test_editors_see_all_names() -> None:
+    stub = ast.parse((REPO / "mesh_transformer/__init__.pyi").read_text())
+    imported = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(node.names[0].name for node in imported) == mesh_transformer.__all__
+    for node in imported:
+        name = node.names[0].name
+        assert getattr(importlib.import_module(str(node.module)), name) is getattr(mesh_transformer, name)
+    assert (REPO / "mesh_transformer/py.typed").is_file()
+
+
 def test_a_process_is_as_before(tmp_path: Path) -> None:
     write_text(tmp_path)
     output, errors = run_python(STATE + USE.format(config=CONFIG), cwd=tmp_path)
@@ -115,3 +129,15 @@ def test_cpu_devices_that_are_asked_for_too_late(tmp_path: Path) -> None:
     write_text(tmp_path)
     _, errors = run_python(program, cwd=tmp_path, code=1)
     assert "UserError: XLA_FLAGS asks for 4 devices of the CPU, but JAX has 1" in errors.splitlines()[-1]
+
+
+def test_a_process_ends_with_an_open_stream(model_folder: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from mesh_transformer import load\n"
+        "model = load(sys.argv[1], slots=1)\n"
+        "stream = model.stream('A day', ignore_eos=True)\n"
+        "next(stream)\n"
+        "print('end')"
+    )
+    assert run_python(program, str(model_folder), cwd=tmp_path) == ("end\n", "")
