@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,14 @@ def _serve(connection: socket.socket) -> str:
             connection.send(b"forked")
             for file in files:
                 os.close(file)
-        elif command := os.fork():
-            connection.send(b"%d" % command)
-            os._exit(0)
         else:
+            parent = os.getpid()
+            if command := os.fork():
+                connection.send(b"%d" % command)
+                os._exit(0)
+            # the worker adopts this process when its parent has ended
+            while os.getppid() == parent:
+                time.sleep(0.001)
             connection.close()
             return _become(files, written, *json.loads(message))
 
