@@ -23,7 +23,6 @@ from support.summary import (
     closing_lines,
     real_seconds,
     seconds_by_folder,
-    used_cpu_s,
 )
 from support.xla import cpu_flags
 
@@ -288,23 +287,13 @@ def no_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distributions", others)
 
 
-_MEMORY, _CPU = pytest.StashKey[PeakMemory](), pytest.StashKey[float]()
+_MEMORY = pytest.StashKey[PeakMemory]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Watch the memory of a run with workers."""
     if getattr(session.config.option, "numprocesses", None):
         session.config.stash[_MEMORY] = PeakMemory()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give the report of a phase its CPU time."""
-    report = yield
-    before, now = item.config.stash.get(_CPU, 0.0), used_cpu_s()
-    item.config.stash[_CPU] = now
-    report.user_properties.append((f"cpu_s of {report.when}", round(now - before, 3) if before else 0.0))
-    return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -7,13 +7,14 @@ start (`[tool.coverage.run]` in pyproject.toml).
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import pytest
 
-from support.summary import used_cpu_s
+_CPU = pytest.StashKey[float]()
 
 
 def folder() -> Path:
@@ -58,17 +59,33 @@ class Records:
         return ran_lines, ran_files
 
 
+def _used_cpu_s() -> float:
+    """The CPU time of this process, and of its children that have ended and for which it has waited."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give the report of a phase its CPU time."""
+    report = yield
+    before, now = item.config.stash.get(_CPU, 0.0), _used_cpu_s()
+    item.config.stash[_CPU] = now
+    report.user_properties.append((f"cpu_s of {report.when}", round(now - before, 3) if before else 0.0))
+    return report
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     """While coverage measures, give the lines of each test its name, and write down its seconds."""
     measuring = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
     if measuring is None:
         return (yield)
-    before = used_cpu_s()
+    before = _used_cpu_s()
     measuring.switch_context(item.nodeid)
     try:
         return (yield)
     finally:
         measuring.switch_context("")
         with (folder() / f"seconds-{os.getpid()}").open("a") as file:
-            file.write(json.dumps([item.nodeid, round(used_cpu_s() - before, 2)]) + "\n")
+            file.write(json.dumps([item.nodeid, round(_used_cpu_s() - before, 2)]) + "\n")

@@ -1,7 +1,6 @@
 """The last lines of a run of the tests: the seconds of each folder, its memory, and what was left out."""
 
 import re
-import resource
 import threading
 import time
 import tomllib
@@ -53,14 +52,8 @@ def real_seconds(reports: Iterable[pytest.TestReport], limits: Path) -> Iterator
         yield f"tests marked real: {total:.0f} CPU s; the limit is {limit}{over}"
 
 
-def used_cpu_s() -> float:
-    """The CPU time of this process, and of its children that have ended and for which it has waited."""
-    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(use.ru_utime + use.ru_stime for use in uses)
-
-
 def cpu_s_of(report: pytest.TestReport) -> float:
-    """The CPU time of a phase of a test."""
+    """The CPU time of a phase of a test, from `recorded`."""
     return float(dict(report.user_properties).get(f"cpu_s of {report.when}", 0.0))
 
 
