@@ -58,7 +58,7 @@ class Counted(SlotEngine):
                 patch.setattr(Looped, "block", block)
             programs = SlotPrograms(self.placement, 1, self.context, longest_chunk=self._max_chunk)
             lowered = programs.prefill.lower(
-                self._params, programs.abstract, ChunkBatch.none(chosen.rows, chosen.size), np.int32(0),
+                self.params, programs.abstract, ChunkBatch.none(chosen.rows, chosen.size), np.int32(0),
                 length=chosen.length, scored=chosen.scored,
             )  # fmt: skip
         return lowered.cost_analysis()["flops"]
