@@ -217,6 +217,18 @@ def require_one_process() -> None:
         )
 
 
+class _OpenCaches:
+    """The instances of `CompileCache` that have not ended, in all threads, and the settings before the first one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open = 0
+        self.before: dict[str, object] = {}
+
+
+_CACHES = _OpenCaches()
+
+
 class CompileCache:
     """Keeps compiled programs on disk, so that a second start of an unchanged run compiles nothing.
 
@@ -231,16 +243,17 @@ class CompileCache:
     def __init__(self) -> None:
         self.requests = self.read = 0
         self.folder = cache_folders.compiled_programs()
-        self._before: dict[str, object] = {}
-        folder = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-        if folder in (None, os.environ.get("JAX_COMPILATION_CACHE_DIR")):
-            settings = {"jax_compilation_cache_dir": self.folder, **_CACHE_SETTINGS}
-            settings = {name: value for name, value in settings.items() if name.upper() not in os.environ}
-            self._before = {name: getattr(jax.config, name) for name in settings}
-            for name, value in settings.items():
-                jax.config.update(name, value)
-        else:
-            self.folder = folder
+        with _CACHES.lock:
+            folder = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+            _CACHES.open += 1
+            if folder in (None, os.environ.get("JAX_COMPILATION_CACHE_DIR")) and _CACHES.open == 1:
+                settings = {"jax_compilation_cache_dir": self.folder, **_CACHE_SETTINGS}
+                settings = {name: value for name, value in settings.items() if name.upper() not in os.environ}
+                _CACHES.before = {name: getattr(jax.config, name) for name in settings}
+                for name, value in settings.items():
+                    jax.config.update(name, value)
+            elif folder is not None:
+                self.folder = folder
         jax.monitoring.register_event_listener(self._count)
 
     def __enter__(self) -> Self:
@@ -248,9 +261,13 @@ class CompileCache:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         jax.monitoring.unregister_event_listener(self._count)
-        for name, value in self._before.items():
-            jax.config.update(name, value)
-        if self._before:
+        with _CACHES.lock:
+            _CACHES.open -= 1
+            if _CACHES.open or not _CACHES.before:
+                return
+            for name, value in _CACHES.before.items():
+                jax.config.update(name, value)
+            _CACHES.before = {}
             # JAX keeps the folder of its first program
             compilation_cache.reset_cache()
 

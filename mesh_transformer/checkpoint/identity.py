@@ -20,9 +20,11 @@ from mesh_transformer.logs import log
 from mesh_transformer.optimizers import OPTIMIZERS
 
 
-def with_model(extra: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """`extra`, the JSON of a checkpoint, with the model's config as `extra["config"]["model"]`."""
-    return {**extra, "config": {"model": model.model_dump(mode="json")}}
+def with_model(extra: dict[str, Any], model: ModelConfig, tokenizer: str | None = None) -> dict[str, Any]:
+    """`extra`, the JSON of a checkpoint, with the model's config as `extra["config"]["model"]`, and the name of the
+    tokenizer as `extra["config"]["data"]["tokenizer"]`."""
+    data = {} if tokenizer is None else {"data": {"tokenizer": tokenizer}}
+    return {**extra, "config": {"model": model.model_dump(mode="json"), **data}}
 
 
 def check_model(source: TensorSource, model: ModelConfig) -> None:

@@ -331,12 +331,14 @@ class _Manager(ocp.CheckpointManager):
 @contextlib.contextmanager
 def _fresh_listings() -> Iterator[None]:
     """By default gcsfs caches listings forever, even of folders that another client moves or deletes."""
-    before = fsspec.config.conf.get("gcs", {})
-    fsspec.config.conf["gcs"] = {"use_listings_cache": False, **before}
+    before = fsspec.config.conf.get("gcs")
+    fsspec.config.conf["gcs"] = {"use_listings_cache": False, **(before or {})}
     try:
         yield
     finally:
-        fsspec.config.conf["gcs"] = before
+        fsspec.config.conf.pop("gcs")
+        if before is not None:
+            fsspec.config.conf["gcs"] = before
 
 
 def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:

@@ -24,7 +24,7 @@ from mesh_transformer.checkpoint.open import Checkpoint, check_only_step, split_
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
-from mesh_transformer.config import ModelConfig, is_set
+from mesh_transformer.config import Config, ModelConfig, is_set
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer, warn_of_more_ids
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
@@ -65,11 +65,26 @@ def to_hf(
     if push is not None:
         _check_push(push, output)
     config, opened = config_for(config_path, overrides, checkpoint)
+    write_hf_folder(config, opened, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+    if push is not None:
+        logs.log.info("uploaded to %s", hub.push(output, push))
+
+
+def write_hf_folder(
+    config: Config,
+    opened: Checkpoint,
+    output: str,
+    *,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write an open checkpoint as a Hugging Face folder. Arguments and errors as in `to_hf`."""
     model = config.model
     # raises UserError if transformers does not support the model
     model.to_hf()
     check_free(output, overwrite=overwrite, replaceable=weight_files)
-    logs.log.info("reading %s", checkpoint)
+    logs.log.info("reading %s", opened)
     source = opened.source(model)
     origin = opened.origin(source)
     output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(opened.format, source, origin)
@@ -89,8 +104,6 @@ def to_hf(
         if tokenizer:
             save_tokenizer(tokenizer, folder)
     logs.log.info("%s: written from %s", output, source.where)
-    if push is not None:
-        logs.log.info("uploaded to %s", hub.push(output, push))
 
 
 def _own_tokenizer(spec: str | None, model: ModelConfig) -> str | None:
@@ -167,6 +180,7 @@ def write_step(
     format: str,
     shards: int = 1,
     origin: Origin | None = None,
+    tokenizer: str | None = None,
     full: bool | None = None,
     dtype: np.dtype | None = None,
     overwrite: bool = False,
@@ -177,7 +191,7 @@ def write_step(
         output: native: the root, in which step_N is created; classic: the step folder itself.
         format: "native" or "classic".
         shards, full, dtype: for a classic step, as in `write_classic`.
-        origin: for a native step, as in `write_native`.
+        origin, tokenizer: for a native step, as in `write_native`.
         overwrite: whether to replace an existing step.
 
     Raises:
@@ -187,7 +201,7 @@ def write_step(
     check_output(output, format, source.counts.step)
     with explain_damage(source):
         if format == NATIVE:
-            output = write_native(source, output, model=model, origin=origin, overwrite=overwrite)
+            output = write_native(source, output, model=model, origin=origin, tokenizer=tokenizer, overwrite=overwrite)
         else:
             with new_folder(output, overwrite=overwrite, source=source.where, replaceable=is_step) as folder:
                 write_classic(source, model, folder, shards, full=full, dtype=dtype)
@@ -334,6 +348,7 @@ def reshard(
             format=format,
             shards=shards,
             origin=opened.origin(source),
+            tokenizer=config.data.tokenizer,
             overwrite=overwrite,
         )
         opened = Checkpoint.open(step)

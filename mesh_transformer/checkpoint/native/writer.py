@@ -34,6 +34,7 @@ def write_native(
     *,
     model: ModelConfig | None = None,
     origin: Origin | None = None,
+    tokenizer: str | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write `{root}/step_N`, local or `gs://`, where N is the step of `source`; return its path.
@@ -43,6 +44,7 @@ def write_native(
 
     Args:
         model: the model to record; None: the config that `source` records.
+        tokenizer: the name of the tokenizer to record, with `model`.
         origin: the Hugging Face folder that the source came from; its files are kept in the step.
 
     Raises:
@@ -51,7 +53,7 @@ def write_native(
     folder = files.join(root, f"step_{source.counts.step}")
     with new_folder(folder, overwrite=overwrite, source=source.where, marker=native.COMMIT_MARKER) as partial:
         tensors = _write_tensors(source, files.join(partial, "state"))
-        extra = source.extra if model is None else with_model(source.extra, model)
+        extra = source.extra if model is None else with_model(source.extra, model, tokenizer)
         if origin is not None:
             write_files(origin.files, files.join(partial, FOLDER))
             extra = {**extra, "origin": origin.to_json()}

@@ -82,7 +82,14 @@ class TPUCluster:
         from mesh_transformer.runtime.convert import write_step
 
         source = Checkpoint.open(self.config.checkpoint.root).source(self.config.model)
-        write_step(source, self.config.model, path, format=format, shards=self.config.mesh.tp)
+        write_step(
+            source,
+            self.config.model,
+            path,
+            format=format,
+            shards=self.config.mesh.tp,
+            tokenizer=self.config.data.tokenizer,
+        )
 
     def _result(self, name: str, **arguments: Any) -> Any:
         code, result = self.target.run(Job.of(name, self.config, **arguments), self.config)

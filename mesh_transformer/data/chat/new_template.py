@@ -23,7 +23,7 @@ class NewTemplate(NamedTuple):
 
     Args:
         source: the template, in Jinja.
-        special: the names of the form <|name|> that it writes. They have to be special tokens.
+        special: the names of the form <|name|> in it, and in what it writes of the chat: special tokens.
         end: the name after an answer, which ends it; <|endoftext|> if there is no other.
     """
 
@@ -65,6 +65,7 @@ def find(given: str) -> NewTemplate:
         raise UserError(f"--chat-template {given}: {error}") from error
     finally:
         template.close()
-    special = tuple(name for name in dict.fromkeys(_NAME.findall(source)) if name != EOT_TEXT)
+    # a template may put a name together, as of a role
+    special = tuple(name for name in dict.fromkeys(_NAME.findall(source + text)) if name != EOT_TEXT)
     after = _NAME.match(text.rpartition(_ANSWER)[2].lstrip())
     return NewTemplate(source, special, after[0] if after else EOT_TEXT)

@@ -269,10 +269,21 @@ def _download(name: str) -> str:
         raise UserError(f"tokenizer {name!r} is no folder here: {error}; {_WAY_OUT}") from error
 
 
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silence the warning of transformers' first import that PyTorch is missing."""
+    before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+
+
 def _from_folder(folder: str, name: str) -> HubTokenizer:
-    # silences its warning that PyTorch is missing
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
+    with _without_advice():
+        import transformers
 
     if not has_tokenizer(folder):
         raise UserError(f"{name}: no tokenizer files in this folder; {_WAY_OUT}")
