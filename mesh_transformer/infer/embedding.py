@@ -34,7 +34,7 @@ class Embedder:
         tokens_BT = np.zeros((self._rows, min(length, self._model.decoder.seq)), np.int32)
         tokens_BT[:, : len(tokens)] = tokens
         states_BTD = self._states(params, tokens_BT)
-        return np.asarray(states_BTD[0, : len(tokens)], np.float32)
+        return np.asarray(states_BTD, np.float32)[0, : len(tokens)]
 
     def _states_BTD(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
         with use(self._partition):

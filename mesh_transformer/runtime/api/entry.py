@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from mesh_transformer.errors import out_of_memory
 
 if TYPE_CHECKING:
     from mesh_transformer.runtime.api.model import Model
@@ -27,7 +30,8 @@ def load(
             file, a name on the hub such as `hf://ORG/NAME`; local or gs://.
         mesh: devices by axis, such as {"tp": 2}. The axis that is left, dp, takes the other devices.
         dtype: of weights and computation: "float32", "bfloat16", or "auto": float32 on a CPU, else bfloat16.
-        context: the largest number of tokens of a prompt and its completion. None: the model's context, at most 4,096.
+        context: the largest number of tokens of a prompt and its completion, which the cache may round up
+            (`Model.context`). None: the model's context, at most 4,096.
         slots: sequences that are computed at a time.
         overrides: texts as after `--set`, such as "data.tokenizer=FOLDER".
 
@@ -38,7 +42,8 @@ def load(
     from mesh_transformer.runtime.api.opening import load_model
 
     path = os.fspath(checkpoint)
-    return load_model(path, mesh=mesh, dtype=dtype, context=context, slots=slots, overrides=overrides)
+    with _explained():
+        return load_model(path, mesh=mesh, dtype=dtype, context=context, slots=slots, overrides=overrides)
 
 
 def fit(
@@ -65,4 +70,16 @@ def fit(
     from mesh_transformer.runtime.api.training import fit_config
 
     values = config if isinstance(config, Mapping) else os.fspath(config)
-    return fit_config(values, None if tune_from is None else os.fspath(tune_from), fresh_opt, groups)
+    with _explained():
+        return fit_config(values, None if tune_from is None else os.fspath(tune_from), fresh_opt, groups)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """An allocation that fails is a RunError, as in the commands."""
+    try:
+        yield
+    except Exception as error:
+        if failure := out_of_memory(error):
+            raise failure from error
+        raise

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mesh_transformer.config.describe import did_you_mean, short
+from mesh_transformer.data.tokens.pairs import ScoredTokens, encode_pair
+from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serving.chat_protocol import ChatRequest
 from mesh_transformer.runtime.serving.protocol import MAX_SEQUENCES, CompletionRequest, SampledRequest, fault_line
@@ -61,7 +63,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _is_token(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
 
 
 def completion_bodies(call: str, prompts: Sequence[Prompt], fields: Mapping[str, Any]) -> Iterator[CompletionRequest]:
@@ -112,3 +114,19 @@ def _body(kind: type[Body], values: Mapping[str, Any]) -> Body:
     except ValidationError as error:
         faults = error.errors()
         raise UserError("; ".join(fault_line(fault, fault["loc"]) for fault in faults[:3])) from None
+
+
+def texts_of(value: Any, call: str) -> list[str]:
+    """The texts of an argument: a text, or a list of texts. Raises UserError if it is neither."""
+    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else None
+    if texts is None or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{call} takes a text, or a list of texts; got {short(value)}")
+    return texts
+
+
+def scored_tokens(tokenizer: Tokenizer, text: str, completion: str | None) -> ScoredTokens:
+    """The tokens to score: of `completion` after `text`, or those of `text` after the first."""
+    if completion is not None:
+        return encode_pair(tokenizer, text, completion)
+    tokens = tokenizer.encode(text, add_special_tokens=True)
+    return ScoredTokens(tokens[:1], tokens[1:])

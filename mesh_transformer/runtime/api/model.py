@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import os
+import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar, overload
 
 import numpy as np
 
+from mesh_transformer import platforms
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.config.describe import short
-from mesh_transformer.data.tokens.pairs import ScoredTokens, encode_pair
 from mesh_transformer.data.tokens.tokenizer import Tokenizer
 from mesh_transformer.errors import RunError, UserError, out_of_memory
 from mesh_transformer.infer.embedding import Embedder
 from mesh_transformer.infer.requests import SamplingParams, Token
 from mesh_transformer.runtime import convert
-from mesh_transformer.runtime.api.background import BackgroundLoop
-from mesh_transformer.runtime.api.fields import as_prompts, chat_body, completion_bodies
+from mesh_transformer.runtime.api.background import CLOSED, BackgroundLoop
+from mesh_transformer.runtime.api.fields import as_prompts, chat_body, completion_bodies, scored_tokens, texts_of
 from mesh_transformer.runtime.api.results import Completion, Score
 from mesh_transformer.runtime.api.server import Server
 from mesh_transformer.runtime.serving import chat, completions, generation
@@ -84,12 +87,16 @@ class Model:
         """The largest number of tokens of a prompt and its completion."""
         self._overrides, self._checkpoint = overrides, checkpoint
         self._engine: ServingEngine | None = engine
+        self._closed = False
         self._embedder = Embedder(engine.placement)
         self._servers: list[Server] = []
         self._loop = EngineLoop(lambda: engine, slots=engine.slots, max_queue=MAX_QUEUE, warm=False)
         name = served_name(config, None, checkpoint)
         self._served = ServedModel(name, config.model.n_vocab, tokenizer, self._loop, ServeOptions.timeout_s, defaults)
         self._background = BackgroundLoop("model")
+        # Python must not end while the engine's thread computes
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
         self._background.run(self._start())
 
     async def _start(self) -> None:
@@ -193,9 +200,11 @@ class Model:
             UserError: a text has nothing to score, or does not fit the context.
         """
         several = not isinstance(text, str)
-        texts = list(text) if several else [text]
-        given = [None] * len(texts) if completion is None else list(completion) if several else [completion]
-        if len(given) != len(texts) or not all(isinstance(each, str) for each in [*texts, *filter(None, given)]):
+        texts = texts_of(text, "score")
+        given: Sequence[str | None] = [None] * len(texts)
+        if completion is not None:
+            given = texts_of(completion, "score")
+        if isinstance(completion, str) == several and completion is not None or len(given) != len(texts):
             raise UserError("score takes a text and a completion, or a list of texts and as many completions")
         scores = self._run(self._scores(texts, given))
         return scores if several else scores[0]
@@ -221,17 +230,19 @@ class Model:
         """
         if pool not in ("mean", "last", None):
             raise UserError(f'pool {pool!r}: must be "mean", "last" or None')
-        texts = [text] if isinstance(text, str) else list(text)
-        tokens = list(map(self.encode, texts))
+        tokens = [self.encode(each) for each in texts_of(text, "embed")]
         for each in tokens:
-            if not 1 <= len(each) <= self.config.seq:
-                raise UserError(f"the text has {len(each)} tokens: the model takes 1 to {self.config.seq}")
+            if not 1 <= len(each) <= self.context:
+                raise UserError(f"the text has {len(each)} tokens: the context takes 1 to {self.context}")
+        with _as_user_error():
+            self._served.check(tokens, "text")
         states = [_pooled(self._run(self._states(each)), pool) for each in tokens]
         return states[0] if isinstance(text, str) else states
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The IDs of the tokens of a text, with those that the tokenizer writes around a text, as `generate` does."""
-        (tokens,) = self._run(self._served.tokens([text], add_special_tokens=add_special_tokens))
+        (given,) = texts_of(text, "encode") if isinstance(text, str) else texts_of([text], "encode")
+        (tokens,) = self._run(self._served.tokens([given], add_special_tokens=add_special_tokens))
         return tokens
 
     def decode(self, tokens: Sequence[int], *, special_names: bool = False) -> str:
@@ -261,7 +272,8 @@ class Model:
             if dtype is not None and dtype not in DTYPES:
                 raise UserError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
             name = None if dtype is None else DTYPES[dtype]
-            convert.to_hf(None, self._overrides, self._checkpoint.path, path, dtype=name)
+            tokenizer = None if self._checkpoint.tokenizer.kept else self._tokenizer_name
+            convert.write_hf_folder(self.config, self._checkpoint, path, dtype=name, tokenizer=tokenizer)
             return path
         if format != "native":
             raise UserError(f'format {format!r}: must be "hf" or "native"')
@@ -269,7 +281,12 @@ class Model:
             raise UserError(f"dtype {dtype!r}: a native checkpoint has the dtypes of the checkpoint it comes from")
         source = self._checkpoint.source(self.config.model)
         origin = self._checkpoint.origin(source)
-        return convert.write_step(source, self.config.model, path, format=format, origin=origin)
+        tokenizer = None if self._checkpoint.tokenizer.kept else self._tokenizer_name
+        return convert.write_step(source, self.config.model, path, format=format, origin=origin, tokenizer=tokenizer)
+
+    @property
+    def _tokenizer_name(self) -> str | None:
+        return self.config.data.tokenizer or self._checkpoint.tokenizer.spec
 
     def serve(self, host: str = "127.0.0.1", port: int = 5000) -> Server:
         """Serve the model over HTTP, as `mesh-transformer serve` does, beside the calls of this process.
@@ -290,21 +307,26 @@ class Model:
 
     def close(self) -> None:
         """Stop the servers, and free the memory. The model takes no further calls."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is None:
             return
         for server in self._servers:
             server.stop()
-        ended = self._background.run(self._stop())
+        # no call begins from here on
+        self._closed = True
+        self._background.run(self._stop())
         self._served.close()
-        self._background.close()
-        # a thread that still computes needs them
-        if ended:
+        # its last messages need the loop, and a compilation the process
+        if self._loop.join(_LAST_STEP_S) and _wait(engine.close, _LAST_STEP_S):
+            self._background.close()
             engine.unload()
+        self._engine = None
+        atexit.unregister(self._at_exit)
 
-    async def _stop(self) -> bool:
+    async def _stop(self) -> None:
+        await self._loop.drain(0)
         self._loop.cut_off()
-        return await self._loop.stop(_LAST_STEP_S)
+        self._loop.end()
 
     def __enter__(self) -> Self:
         return self
@@ -314,8 +336,8 @@ class Model:
 
     def _opened(self) -> ServingEngine:
         """The engine. Raises UserError if it is closed."""
-        if self._engine is None:
-            raise UserError("the model is closed: load it again")
+        if self._engine is None or self._closed:
+            raise UserError(CLOSED)
         return self._engine
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -331,7 +353,11 @@ class Model:
             failure = self._loop.failure
             if failure is not None:
                 raise out_of_memory(failure) or RunError(f"the model failed: {failure}") from failure
-            raise UserError(error.body["error"]["message"]) from None
+            raise UserError(CLOSED if self._closed else error.body["error"]["message"]) from None
+        except Exception as error:
+            if failure := out_of_memory(error):
+                raise failure from error
+            raise
 
     def _completion_requests(
         self, call: str, prompts: Sequence[str | list[int]], fields: Mapping[str, Any]
@@ -392,7 +418,7 @@ class Model:
 
     async def _scores(self, texts: Sequence[str], completions: Sequence[str | None]) -> list[Score]:
         pairs = await self._served.with_tokenizer(
-            lambda tokenizer: [_pair(tokenizer, *each) for each in zip(texts, completions, strict=True)]
+            lambda tokenizer: [scored_tokens(tokenizer, *each) for each in zip(texts, completions, strict=True)]
         )
         tokens = [[*pair.given, *pair.scored] for pair in pairs]
         for text, pair, ids in zip(texts, pairs, tokens, strict=True):
@@ -413,20 +439,33 @@ class Model:
         ]
 
     async def _states(self, tokens: Sequence[int]) -> np.ndarray:
-        return await self._loop.call(lambda: self._embedder.states(self._opened().params, tokens))
+        def compute() -> np.ndarray:
+            with platforms.CompileCache():
+                return self._embedder.states(self._opened().params, tokens)
+
+        return await self._loop.call(compute)
+
+
+def _close(reference: weakref.ref[Model]) -> None:
+    model = reference()
+    if model is not None:
+        model.close()
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether a condition holds, after at most this time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 async def _next(deltas: AsyncGenerator[tuple[int, Delta]]) -> Delta | None:
     """The next delta of one completion; None after the last one."""
     item = await anext(deltas, None)
     return None if item is None else item[1]
-
-
-def _pair(tokenizer: Tokenizer, text: str, completion: str | None) -> ScoredTokens:
-    if completion is not None:
-        return encode_pair(tokenizer, text, completion)
-    tokens = tokenizer.encode(text, add_special_tokens=True)
-    return ScoredTokens(tokens[:1], tokens[1:])
 
 
 def _pooled(states_TD: np.ndarray, pool: Pool) -> np.ndarray:

@@ -31,8 +31,6 @@ def load_model(
     overrides: Sequence[str] = (),
 ) -> Model:
     """See `entry.load`."""
-    if not 1 <= slots <= MAX_SLOTS:
-        raise UserError(f"slots {slots}: must be 1 to {MAX_SLOTS}")
     if isinstance(overrides, str):
         raise UserError(f"overrides {overrides!r}: give a list of texts, such as [{overrides!r}]")
     platforms.require_one_process()
@@ -42,7 +40,14 @@ def load_model(
             f"{opened.folder} does not record its config: convert it with `mesh-transformer reshard --ckpt "
             f"{opened.path} --config FILE --format native --out FOLDER`, and load FOLDER"
         )
-    settings = [*overrides, *(f"mesh.{axis}={json.dumps(size)}" for axis, size in (mesh or {}).items())]
+    for name, value in (("slots", slots), ("context", context or 1)):
+        if not isinstance(value, int):
+            raise UserError(f"{name} {value!r}: must be a whole number")
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise UserError(f'mesh {mesh!r}: give the devices of axes, such as {{"tp": 2}}')
+    if not 1 <= slots <= MAX_SLOTS:
+        raise UserError(f"slots {slots}: must be 1 to {MAX_SLOTS}")
+    settings = [*overrides, *(f"mesh.{axis}={json.dumps(size, default=int)}" for axis, size in (mesh or {}).items())]
     config = config_of(None, [*settings, f"compute.dtype={dtype}"], opened)
     if context is not None and not 1 <= context <= config.seq:
         raise UserError(
@@ -65,6 +70,10 @@ def open_devices() -> None:
     """
     with platforms.threads_for_devices():
         platforms.open_devices()
+    if jax.process_count() > 1:
+        raise UserError(
+            f"this process is one of {jax.process_count()} of a job: load and fit take one process; use the commands"
+        )
     asked = cpu_devices.asked()
     if asked and jax.default_backend() == "cpu" and asked != jax.local_device_count():
         raise UserError(

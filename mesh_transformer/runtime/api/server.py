@@ -8,6 +8,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from mesh_transformer.errors import RunError, out_of_memory
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.api.background import BackgroundLoop
 from mesh_transformer.runtime.serving.app import make_app
@@ -36,8 +37,9 @@ class Server:
         self.url = url_of(listener)
         """Such as http://127.0.0.1:5000."""
         self._background = background
-        self._ended = threading.Event()
+        self._stopped, self._ended = False, threading.Event()
         app = make_app(model, keys, options.allow_origins, options.names(listener, keys))
+        self._loop = model.loop
         self._http = http_server(app, model.loop)
         try:
             background.run(self._start(model, listener))
@@ -48,13 +50,20 @@ class Server:
 
     def stop(self) -> None:
         """Accept no more requests, and wait for the running ones, at most 30 s."""
-        if not self._ended.is_set():
+        if not self._stopped:
             self._background.run(self._stop())
+            self._stopped = True
             self._ended.set()
 
     def wait(self) -> None:
-        """Wait until another thread stops the server. Ctrl-C ends the wait, as an exception."""
+        """Wait until another thread stops the server, or the model fails. Ctrl-C ends the wait, as an exception.
+
+        Raises:
+            RunError: the model has failed.
+        """
         self._ended.wait()
+        if (failure := self._loop.failure) is not None:
+            raise out_of_memory(failure) or RunError(f"the model failed: {failure}") from failure
 
     def __enter__(self) -> Self:
         return self
@@ -65,8 +74,15 @@ class Server:
     async def _start(self, model: ServedModel, listener: socket.socket) -> None:
         await model.loop.warm_up()
         self._serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
+        self._watching = asyncio.ensure_future(self._watch())
         while not self._http.started and not self._serving.done():
             await asyncio.sleep(0.01)
+
+    async def _watch(self) -> None:
+        ended = asyncio.ensure_future(self._loop.ended.wait())
+        await asyncio.wait([self._serving, ended], return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        self._ended.set()
 
     async def _stop(self) -> None:
         self._http.should_exit = True

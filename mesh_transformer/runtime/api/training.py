@@ -67,6 +67,8 @@ def fit_config(
     if fresh_opt and tune_from is None:
         raise UserError("fresh_opt ignores the optimizer state of tune_from: give tune_from too")
     platforms.require_one_process()
+    if not isinstance(config, str):
+        config = json.loads(json.dumps(config, default=plain))
     settings = training_config(config, _overrides(groups), tune_from)
     open_devices()
     stop, ended = _Stop(), threading.Event()
@@ -90,8 +92,13 @@ def fit_config(
                 raise
             stop.received = signal.SIGINT
             log.warning("saving after this step; Ctrl-C again returns at once, and the thread saves alone")
-    for failure in failures:
-        raise failure
+        except BaseException:
+            # the end of the process waits for the thread, which saves
+            stop.received = signal.SIGTERM
+            raise
+    if failures:
+        # without a cycle of the error and this frame, which would keep the arrays of the run
+        raise failures.pop()
     (result,) = results
     log.info("%s", result.summary())
     return Run(settings.checkpoint.model_dir, result.step, result.checkpoint)
@@ -104,6 +111,16 @@ def _overrides(groups: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
         if not isinstance(values, Mapping):
             raise UserError(f'{group} {short(values)}: give the values of a group, such as {group}={{"key": value}}')
         for name, value in values.items():
-            text = value if isinstance(value, str) else json.dumps(value)
+            given = os.fspath(value) if isinstance(value, os.PathLike) else value
+            text = given if isinstance(given, str) else json.dumps(given, default=plain)
             overrides.append(f"{group}.{name}={text}")
     return overrides
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold of a path, or of a number or an array of numpy."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise UserError(f"{short(value)}: a config holds numbers, texts, lists and dictionaries")

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterato
 from functools import partial
 from operator import methodcaller
 from types import TracebackType
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -119,17 +119,35 @@ class EngineLoop:
         self._thread.start()
 
     async def call(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which the engine's thread computes between two steps."""
+        """The result of `work`, which the engine's thread computes between two steps.
+
+        Raises:
+            ApiError: the thread has failed or ended, or does so before it computes this.
+        """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run(_: Scheduler) -> None:
+            # a caller that was interrupted wants no result
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001  (the caller raises it)
                 future.set_exception(error)
 
         self._inbox.put(run)
-        return await asyncio.wrap_future(future)
+        result: asyncio.Future[Any] = asyncio.wrap_future(future)
+        ended: asyncio.Future[Any] = asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait([result, ended], return_when=asyncio.FIRST_COMPLETED)
+            # the thread's last messages come before `ended`
+            if not result.done():
+                raise failed("the model has failed or was closed")
+            value: T = result.result()
+            return value
+        finally:
+            result.cancel()
+            ended.cancel()
 
     async def warm_up(self) -> None:
         """Compile what a first request needs, and then the rest in another thread, if it was not done at the start."""
@@ -201,8 +219,7 @@ class EngineLoop:
     async def stop(self, seconds: float) -> bool:
         """End the thread after its current step. Returns False if it does not end within `seconds`, as while weights
         are read, or if a program is being compiled."""
-        self._inbox.put(None)
-        self._close_engine()
+        self.end()
         deadline = time.monotonic() + seconds
         try:
             await asyncio.wait_for(self.ended.wait(), seconds)
@@ -211,6 +228,16 @@ class EngineLoop:
         # the thread frees the engine; Python must not exit during that
         await asyncio.to_thread(self._thread.join, max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive() and self._close_engine()
+
+    def end(self) -> None:
+        """End the thread after its current step."""
+        self._inbox.put(None)
+        self._close_engine()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread, in any other thread. Whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _close_engine(self) -> bool:
         return self._engine is None or self._engine.close()

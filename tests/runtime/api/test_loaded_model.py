@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from support import hf_models, loopback
 from support.chat_templates import chat_folder
+from support.commands import write_run
 from support.evaluated import HarnessRequest
 from support.hf_folders import transformers_logits
+from support.waiting import until
 
 import mesh_transformer
 from mesh_transformer import Completion, Model
@@ -62,7 +64,8 @@ def test_a_list_gives_a_list_and_n_gives_n(model: Model) -> None:
     ids = model.encode("one")
     for given in (ids, np.asarray(ids), tuple(ids)):
         assert model.generate(given, **fields).tokens == single.tokens
-    assert [each.tokens for each in model.generate(np.asarray([ids]), **fields)] == [single.tokens]
+    for lists in (np.asarray([ids]), [np.asarray(ids)]):
+        assert [each.tokens for each in model.generate(lists, **fields)] == [single.tokens]
     assert model.generate([]) == []
     # more than one request of the server may have
     many = model.generate([*["two"] * 130, "one"], **fields)
@@ -193,7 +196,7 @@ def test_save_writes_what_load_reads(model: Model, tmp_path: Path) -> None:
         with mesh_transformer.load(path, slots=1) as copied:
             assert copied.generate("A day", **GREEDY).tokens == expected
     with pytest.raises(UserError, match="exists"):
-        model.save(str(tmp_path / "hf"))
+        model.save(tmp_path / "hf")
 
 
 def test_threads_and_a_running_asyncio_loop(model: Model) -> None:
@@ -238,7 +241,10 @@ def test_threads_and_a_running_asyncio_loop(model: Model) -> None:
         (lambda m: m.score("a" * 200), UserError, "more than the context of 160"),
         (lambda m: m.score(["a"], ["b", "c"]), UserError, "as many completions"),
         (lambda m: m.embed("a", pool="max"), UserError, 'must be "mean", "last" or None'),
-        (lambda m: m.embed("a" * 200), UserError, "201 tokens: the model takes 1 to 160"),
+        (lambda m: m.embed("a" * 200), UserError, "201 tokens: the context takes 1 to 160"),
+        (lambda m: m.embed(5), UserError, "embed takes a text, or a list of texts; got 5"),
+        (lambda m: m.encode(["a"]), UserError, "encode takes a text"),
+        (lambda m: m.score(["a", "b"], "cd"), UserError, "as many completions"),
         (lambda m: m.save("x", format="gguf"), UserError, 'must be "hf" or "native"'),
         (lambda m: m.serve(port=99999), UserError, "--port 99999: must be 0 (any) to 65535"),
     ],
@@ -262,6 +268,9 @@ def test_mistakes_of_calls(model: Model, call: Any, error: type[Exception], word
         ({"mesh": {"pt": 2}}, "mesh.pt"),
         ({"dtype": "float8"}, "compute.dtype"),
         ({"overrides": ["modl.seq=9"]}, "modl"),
+        ({"overrides": "model.seq=9"}, "give a list of texts"),
+        ({"slots": "4"}, "slots '4': must be a whole number"),
+        ({"mesh": "tp=2"}, 'such as {"tp": 2}'),
     ],
 )
 def test_mistakes_of_load(model_folder: Path, arguments: Any, words: str) -> None:
@@ -290,6 +299,61 @@ def test_a_model_without_chat_template_and_a_closed_one(model_folder: Path, tmp_
     ):
         with pytest.raises(UserError, match="the model is closed"):
             call()
+
+
+def test_an_interrupted_call_leaves_the_model_as_it_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the engine's thread computes states: the next calls are answered."""
+    states, begun, go = model._embedder.states, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        go.wait(60)
+        return states(*arguments)
+
+    monkeypatch.setattr(model._embedder, "states", slow)
+    # two are cancelled: one that is computed, and one that waits
+    tasks = [asyncio.run_coroutine_threadsafe(model._states([0, 5]), model._background._loop) for _ in range(2)]
+    begun.wait(60)
+    for task in tasks:
+        task.cancel()
+    go.set()
+    monkeypatch.undo()
+    assert model.embed("A day").shape == (84,)
+    assert len(model.generate("A day", **GREEDY).tokens) == 12
+
+
+def test_a_call_that_waits_ends_when_the_model_is_closed(model_folder: Path) -> None:
+    model = mesh_transformer.load(model_folder, slots=1)
+    stream = model.stream("A day", ignore_eos=True)
+    next(stream)
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            # the only slot is taken
+            model.generate("A day", **GREEDY)
+        except UserError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: len(model._loop._live) == 2 or not thread.is_alive())
+    model.close()
+    thread.join(60)
+    assert [str(failure) for failure in failures] in ([], ["the model is closed: load it again"])
+    assert not thread.is_alive()
+
+
+def test_save_keeps_the_tokenizer_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    run = mesh_transformer.fit("config.json", optimizer={"total_steps": 1}, data={"val_set": {}})
+    with run.load(slots=1) as model:
+        expected = model.generate("12", **GREEDY).tokens
+        paths = [model.save(tmp_path / "hf", dtype="float32"), model.save(tmp_path / "native", format="native")]
+    for path in paths:
+        with mesh_transformer.load(path, slots=1) as copied:
+            assert copied.generate("12", **GREEDY).tokens == expected
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ import asyncio, copy, gc, logging, os, signal, sys, threading, warnings
 
 import fsspec.config, jax, matplotlib.pyplot, numpy, orbax.checkpoint, tensorboardX, transformers, uvicorn
 import jax._src.cache_key
+# the first use of a tokenizer imports more
+transformers.AutoTokenizer.from_pretrained(sys.argv[1])
 
 LOGGERS = ["", "absl", "asyncio", "fsspec", "jax", "mesh_transformer", "transformers", "uvicorn", "uvicorn.error"]
 
@@ -58,6 +60,8 @@ with run.load(slots=1) as model:
     model.save("hf")
     with model.serve(port=0):
         pass
+with load(sys.argv[1], slots=1) as model:
+    model.chat("12", max_tokens=2)
 try:
     load("nowhere")
 except ValueError:
@@ -93,9 +97,9 @@ def test_editors_see_all_names() -> None:
     assert (REPO / "mesh_transformer/py.typed").is_file()
 
 
-def test_a_process_is_as_before(tmp_path: Path) -> None:
+def test_a_process_is_as_before(model_folder: Path, tmp_path: Path) -> None:
     write_text(tmp_path)
-    output, errors = run_python(STATE + USE.format(config=CONFIG), cwd=tmp_path)
+    output, errors = run_python(STATE + USE.format(config=CONFIG), str(model_folder), cwd=tmp_path)
     assert (output, errors) == ("", "")
 
 
