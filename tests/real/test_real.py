@@ -183,6 +183,7 @@ print(json.dumps([dataclasses.asdict(answer) for answer in answers]))
 """
 
 
+@pytest.mark.nightly
 def test_a_chain_from_questions_to_another_style(real_file: Path, url: str, repo: Path, tmp_path: Path) -> None:
     """docs/first_chat.md with six steps: questions that are in no row have answers of the rows' form."""
     questions = str(repo / "tests/golden/real/questions.jsonl")
