@@ -355,17 +355,18 @@ def check_multiple(size: Size, by_what: str, count: int, also: str, times: int =
         return
     what, below, above = f"{size.field} {size.value}", rounded // by * by, (rounded // by + 1) * by
     change = f"to {below} or {above}" if below else f"to {above}"
-    divisors = sorted({1, *(n for n in _divisors(rounded) if n < count and rounded % (times * n) == 0)})
+    divisors = sorted({1, *(n for n in _divisors(rounded) if rounded % (times * n) == 0)})
+    smaller = max(n for n in divisors if n < count)
     needs = f"{times} x {by_what}" if times > 1 else by_what
     if size.multiple_field:
         what += f", rounded up to {rounded} by {size.multiple_field} {size.multiple},"
-        remedy = f"{size.multiple_field} to {math.lcm(size.multiple, by)}, or {by_what} to {divisors[-1]}"
+        remedy = f"{size.multiple_field} to {math.lcm(size.multiple, by)}, or {by_what} to {smaller}"
     elif size.field.startswith("model."):
         # the sizes of a trained model cannot be set
         allowed = listed(list(map(str, divisors)), most=_LISTED_DIVISORS)
         remedy = f"{by_what} to {allowed}, or {size.field} of a new model {change}"
     else:
-        remedy = f"it {change}, or {by_what} to {divisors[-1]}"
+        remedy = f"it {change}, or {by_what} to {smaller}"
     raise UserError(f"{what} is not divisible by {needs} {count}: set {remedy}{also}")
 
 

@@ -149,8 +149,8 @@ def test_the_advice_for_a_wrong_number_of_devices_works(
         (
             {"n_heads": 2**31 - 1, "d_head": 2},
             {"tp": 2_000_000_000},
-            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set mesh.tp to 1, or model.n_heads of a "
-            "new model to 2000000000 or 4000000000",
+            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set mesh.tp to 1, 2147483647, "
+            "or model.n_heads of a new model to 2000000000 or 4000000000",
         ),
     ],
 )  # fmt: skip

@@ -86,7 +86,10 @@ def test_bubble_is_the_share_of_idle_ticks(stages: int, rounds: int, microbatche
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["mesh.pp=3"], "model.layers 4 is not divisible by mesh.pp 3: set mesh.pp to 1, 2, or model.layers of a new "),
+        (
+            ["mesh.pp=3"],
+            "model.layers 4 is not divisible by mesh.pp 3: set mesh.pp to 1, 2, 4, or model.layers of a new ",
+        ),
         (
             ["mesh.pp=4", "mesh.schedule=interleaved", "optimizer.gradient_accumulation_steps=4"],
             "model.layers 4 is not divisible by 2 x mesh.pp 4",
