@@ -28,7 +28,7 @@ class Embedder:
         self._states = jax.jit(self._states_BTD, out_shardings=self._partition.sharding())
 
     def states(self, params: Params, tokens: Sequence[int]) -> np.ndarray:
-        """The state of each token, (T, D) float32. `params` are those of the engine."""
+        """The state of each token, (T, D) float32, with the engine's parameters."""
         # a few lengths are compiled; causal attention does not see the padding
         length = max(_LEAST_TOKENS, 1 << (len(tokens) - 1).bit_length())
         tokens_BT = np.zeros((self._rows, min(length, self._model.decoder.seq)), np.int32)

@@ -31,7 +31,7 @@ class BackgroundLoop:
         """
         if os.getpid() != self._process:
             work.close()
-            raise UserError("the model was loaded in another process, of which this one is a fork: load it here")
+            raise UserError("the model was loaded before this process was forked: load the model in this process")
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:

@@ -392,7 +392,7 @@ class Model:
 
     async def _answers(self, requests: Sequence[_Request]) -> list[Any]:
         """The answer to each prompt of all requests: a completion, or a list of n."""
-        # a prompt that is refused is told before the first one is computed
+        # all prompts are checked before the first one is computed
         prompts = [await request.prompts() for request in requests]
         answers: list[Any] = []
         for request, made in zip(requests, prompts, strict=True):

@@ -24,11 +24,11 @@ MOST_CONTEXT = 4096
 def load_model(
     checkpoint: str,
     *,
-    mesh: Mapping[str, int] | None = None,
-    dtype: str = "auto",
-    context: int | None = None,
-    slots: int = 4,
-    overrides: Sequence[str] = (),
+    mesh: Mapping[str, int] | None,
+    dtype: str,
+    context: int | None,
+    slots: int,
+    overrides: Sequence[str],
 ) -> Model:
     """See `entry.load`."""
     if isinstance(overrides, str):
@@ -56,7 +56,7 @@ def load_model(
         )
     open_devices()
     tokenizer = open_tokenizer(config, opened)
-    # a mistake of generation_config.json is told before the weights are read
+    # read before the weights, because it may have a mistake
     defaults = generation_defaults(opened, "auto")
     engine = open_engine(config, opened, slots=slots, context=context or min(config.seq, MOST_CONTEXT))
     return Model(config, overrides, opened, tokenizer, engine, defaults)

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mesh_transformer
 from mesh_transformer import logs, platforms
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.api.model import Model
-from mesh_transformer.runtime.api.opening import load_model, open_devices
+from mesh_transformer.runtime.api.opening import open_devices
 from mesh_transformer.runtime.training import run_folder
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.result import TrainingResult
@@ -46,7 +47,7 @@ class Run:
 
     def load(self, **options: Any) -> Model:
         """The trained model. `options` as in `load`."""
-        return load_model(self.checkpoint, **options)
+        return mesh_transformer.load(self.checkpoint, **options)
 
 
 class _Stop:
