@@ -149,13 +149,18 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, bool, bool]:
-    """Restore logging after each test: a command that runs in this process sets a level and a handler.
+    """Restore logging and signals after each test: a command that runs in this process sets handlers of both.
 
     A fixture would be too late: those of a module are made before it, and some run such a command.
     """
     root, package = logging.getLogger(), logging.getLogger("mesh_transformer")
     root_level, package_level, handlers = root.level, package.level, root.handlers[:]
+    of_signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     result = yield
+    for number, handler in of_signals.items():
+        # None: a library in C has set it
+        if handler is not None:
+            signal.signal(number, handler)
     root.setLevel(root_level)
     package.setLevel(package_level)
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:

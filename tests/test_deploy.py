@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -24,7 +25,9 @@ from mesh_transformer.cluster.backends.ray_cluster import RESOURCE
 from mesh_transformer.cluster.driver import commands as driver
 from mesh_transformer.commands import serve as serve_command
 from mesh_transformer.config import load_config
+from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.serving import start
+from mesh_transformer.runtime.training import trainer
 
 KUBERAY = Path(__file__).parents[1] / "deploy/kuberay"
 MANIFESTS = [(path.name, each) for path in sorted(KUBERAY.glob("*.yaml")) for each in yaml.safe_load_all(path.open())]
@@ -150,23 +153,38 @@ def test_the_deployment_fits_its_schema_and_its_server() -> None:
     assert container["startupProbe"]["httpGet"]["path"] == "/health"
 
 
-def test_the_unit_fits_systemd_and_its_server() -> None:
-    path = DEPLOY / "mesh-transformer.service"
-    unit = configparser.ConfigParser(interpolation=None, strict=False)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read(path)
-    words = shlex.split(unit["Service"]["ExecStart"])
+def test_the_unit_of_a_server_fits_its_command() -> None:
+    service = read_unit("mesh-transformer.service")
+    words = shlex.split(service["ExecStart"])
     assert words[0].endswith("/mesh-transformer")
     assert words[1] == "serve"
     given = options_of(words[2:])
-    assert int(unit["Service"]["TimeoutStopSec"]) == given.drain_s + 10
-    assert unit["Service"]["LoadCredential"].startswith(f"{given.api_key_file.removeprefix('%d/')}:")
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd-analyze here")
-    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
-    # the program is not installed here
-    faults = [line for line in done.stderr.splitlines() if path.name in line and "is not executable" not in line]
-    assert not faults
+    assert int(service["TimeoutStopSec"]) == given.drain_s + 10
+    assert service["LoadCredential"].startswith(f"{given.api_key_file.removeprefix('%d/')}:")
+
+
+def test_the_unit_of_a_run_fits_its_command() -> None:
+    service = read_unit("mesh-transformer-train@.service")
+    words = shlex.split(service["ExecStart"])
+    assert words[0].endswith("/mesh-transformer")
+    with mock.patch.object(cli, "starting"), mock.patch.object(trainer, "run", return_value=0) as run:
+        commands.run(words[1], words[2:])
+    assert run.call_args.args == ("%i.json", [], None, False)
+    # SIGTERM, after the save
+    assert int(service["SuccessExitStatus"]) == 128 + signal.SIGTERM
+
+
+def read_unit(name: str) -> configparser.SectionProxy:
+    """The section Service of a unit. systemd checks it where it is installed."""
+    path = DEPLOY / name
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
+        # the program is not installed here
+        assert [line for line in done.stderr.splitlines() if "is not executable" not in line] == []
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(path)
+    return unit["Service"]
 
 
 def options_of(arguments: list[str]) -> start.ServeOptions:

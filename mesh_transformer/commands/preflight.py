@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from mesh_transformer.runtime import cli
+from mesh_transformer.stop_signals import TERMINATIONS
 
 # set in the process that compiles
 _COMPILES = "MESH_TRANSFORMER_COMPILES"
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     if given.search and _COMPILES not in os.environ:
         return _watched(sys.argv[1:] if arguments is None else arguments)
-    cli.starting()
+    cli.starting(given.config_path, given.overrides)
     from mesh_transformer.runtime.preflight import command
 
     options = cli.fields(command.PreflightOptions, given)
@@ -109,10 +110,11 @@ def _watched(arguments: Sequence[str]) -> int:
     for number in range(_MOST_PROCESSES):
         # a process that is begun anew writes all lines again
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-            before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+            before = {number: signal.signal(number, lambda *_: process.terminate()) for number in TERMINATIONS}
             assert process.stdout is not None
             output = process.stdout.read()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if process.returncode != -signal.SIGABRT:
             break
         if number < _MOST_PROCESSES - 1:

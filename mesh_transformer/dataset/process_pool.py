@@ -16,6 +16,7 @@ from typing import Any
 from mesh_transformer.dataset.pool import Lost
 from mesh_transformer.dataset.worker import Task, call
 from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.stop_signals import TERMINATIONS
 
 # processes begin anew: a fork would copy the locks of this process's threads
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -126,8 +127,9 @@ def _ending(code: int) -> str:
 
 def _serve(connection: Connection) -> None:
     """Run tasks until the driver closes the pipe. This is the process's main function."""
-    # Ctrl-C goes to all processes of the terminal; the driver ends them
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and the end of a terminal go to all its processes; the driver ends them
+    for number in {signal.SIGINT, *TERMINATIONS} - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, daemon=True).start()
     logging.disable(logging.WARNING)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

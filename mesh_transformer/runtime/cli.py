@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
 import gc
 import importlib.util
+import itertools
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from mesh_transformer import cpu_devices, environment
-from mesh_transformer.errors import RunError, UserError, out_of_memory, shown
+from mesh_transformer.errors import RunError, UserError, did_you_mean, out_of_memory, shown
+from mesh_transformer.stop_signals import TERMINATIONS, outlive_terminal
 
 T = TypeVar("T")
 # a search for garbage after so many new objects; the default of CPython 3.11 is 700
@@ -40,7 +44,19 @@ class Parser(argparse.ArgumentParser):
             import argcomplete
 
             argcomplete.autocomplete(self)
+        self._check_names(sys.argv[1:] if args is None else args)
         return super().parse_args(args, namespace)
+
+    def _check_names(self, words: Sequence[str]) -> None:
+        """Refuse an option that does not exist and has the name of another one, up to a letter or two. argparse alone
+        tells first which required options are missing."""
+        known = {"--help", *re.findall(r"--[\w-]+", self.format_usage())}
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if not name.startswith("--") or any(option.startswith(name) for option in known):
+                continue
+            if suggestion := did_you_mean(name, known):
+                self.error(f"no such option: {name}{suggestion}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {shown(message)}; see {self.prog} --help\n")
@@ -201,14 +217,17 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 
-def starting(*, debug: bool = False) -> None:
-    """Say that the command has started. Call it before the import of JAX, which takes seconds.
+def starting(config_path: str | None = None, overrides: Sequence[str] = (), *, debug: bool = False) -> None:
+    """Check the config, and say that the command has started. Call it before the import of JAX, which takes seconds.
 
     Args:
+        config_path: the config, if one is given. One whose model a checkpoint tells is checked in part.
+        overrides: as for `load_config`.
         debug: whether to log what the package logs for its developers, too.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
+        UserError: the config is invalid.
     """
     if "jax" not in sys.modules and importlib.util.find_spec("jax") is None:
         raise ModuleNotFoundError(name="jax")
@@ -216,7 +235,23 @@ def starting(*, debug: bool = False) -> None:
     from mesh_transformer import logs
 
     logs.set_up(logging.DEBUG if debug else logging.INFO)
+    if config_path is not None:
+        _check_config(config_path, overrides)
     logs.log.info("importing JAX")
+
+
+class _ModelElsewhere(Exception):
+    """A checkpoint tells the model of a config."""
+
+
+def _check_config(path: str, overrides: Sequence[str]) -> None:
+    from mesh_transformer.config import CheckpointConfig, load_config
+
+    def find_model(_: CheckpointConfig) -> None:
+        raise _ModelElsewhere
+
+    with contextlib.suppress(_ModelElsewhere):
+        load_config(path, overrides, find_model)
 
 
 def run(main: Callable[[], int | None], *, any_python: bool = False) -> NoReturn:
@@ -229,8 +264,10 @@ def run(main: Callable[[], int | None], *, any_python: bool = False) -> NoReturn
     """
     collect_rarely()
     cpu_devices.give_threads()
+    outlive_terminal()
     # a training run replaces this handler
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in TERMINATIONS:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     environment.handle_interrupts()
     try:
         if not any_python:

@@ -16,6 +16,7 @@ import pytest
 from support.commands import finish, run, start
 from support.data_sets import hashes, write_corpus
 from support.ray_cluster import RayNodes, ray_cluster
+from support.terminals import terminal
 from support.waiting import until
 
 from mesh_transformer.dataset.pool import Pool
@@ -163,6 +164,22 @@ def test_kills_and_stops_change_no_byte(place, command, alone, tmp_path):
     assert "started a second time" in said
     assert "are finished already" in said
     assert hashes(folder) == alone
+
+
+def test_a_job_goes_on_after_its_terminal_has_closed(command, alone, tmp_path):
+    with terminal() as window:
+        options = ("--output", "set", "--workers", "2")
+        driver = window.start("prepare_dataset.py", *command, *options, cwd=tmp_path, **ENVIRONMENT)
+        try:
+            until(lambda: len(fragments(tmp_path / "set")) >= 2, driver)
+            shown = window.close()
+            assert driver.wait(WAIT_S) == 128 + signal.SIGHUP, shown
+        finally:
+            driver.kill()
+            driver.wait()
+    _, errors = run("prepare_dataset.py", *command, *options, cwd=tmp_path, **ENVIRONMENT)
+    assert "are finished already" in errors
+    assert hashes(tmp_path / "set") == alone
 
 
 def sockets(process: psutil.Process) -> list[str]:

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
 
@@ -41,11 +40,9 @@ def no_credentials(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
-    handler = signal.getsignal(signal.SIGTERM)
     files._cached_client.cache_clear()
     yield tmp_path
     files._cached_client.cache_clear()
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -59,7 +59,7 @@ def start(
     Args:
         fresh: in a new interpreter. Otherwise a fork of a process that has imported the project, where it is the same.
     """
-    env = {**_own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
+    env = {**own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
     command = [sys.executable, str(REPO / program), *arguments]
     options = {"cwd": cwd, "env": env, **_PIPES}
     if not fresh and sys.platform == "linux" and (server := fork_server()).can_start(command[1], env):
@@ -71,7 +71,7 @@ def start_python(
     program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str
 ) -> subprocess.Popen[str]:
     """Start the text of a Python program as `start` does."""
-    env = {**_own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
+    env = {**own_environment(dict(os.environ), devices), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
     return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=cwd, env=env, **_PIPES)
 
 
@@ -80,14 +80,14 @@ def run_python(program: str, *arguments: str, cwd: Path, code: int = 0, **option
     return finish(start_python(program, *arguments, cwd=cwd, **options), code)
 
 
-def _own_environment(inherited: dict[str, str], devices: int) -> dict[str, str]:
+def own_environment(inherited: dict[str, str], devices: int) -> dict[str, str]:
     # commands store all programs that they compile
     inherited.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)
     return {**inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": cpu_flags(devices), "HF_HUB_OFFLINE": "1"}
 
 
 # as conftest.py made it: a test that changes it must not have the server that others use
-_ENVIRONMENT = _own_environment(dict(os.environ), 1)
+_ENVIRONMENT = own_environment(dict(os.environ), 1)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ PATTERN = "a pattern, with names that the reader replaces"
 CLIENT = "needs a package that the tests do not install"
 CHAT = "needs a model with a chat template; tests/runtime/serving calls it with one"
 DATA = "needs a data set that is not in the repository"
+TERMINAL = "goes on without its terminal, as a run of tests/runtime/training/test_terminal.py"
 
 Entry = tuple[str, str]
 NOT_RUN: dict[Entry, str] = {
@@ -105,6 +106,9 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/install.md", "mesh-transformer doctor"): "prints facts of the machine",
     ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,
     ("docs/runs.md", "tensorboard "): CLIENT,
+    ("docs/runs.md", "tmux "): TERMINAL,
+    ("docs/runs.md", "nohup "): TERMINAL,
+    ("docs/runs.md", "install -m 644"): "needs the systemd of a logged-in user",
     ("docs/serve.md", "curl http://127.0.0.1:5000/v1/chat/completions"): CHAT,
     ("docs/serve.md", "lm_eval "): WEIGHTS,
     ("docs/serve.md", "from langchain_openai import"): CLIENT,

@@ -21,7 +21,7 @@ PHASES = ("start", "open", "data", "compile", "step", "validate", "save", "finis
 PREEMPTED_STATES = {"PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "STOPPING", "FAILED", "DELETING",
          "GONE"}  # fmt: skip
 # a worker that saved after a signal exits with one of these
-CLEAN_STOP_CODES = {128 + signal.SIGTERM, 128 + signal.SIGINT}
+CLEAN_STOP_CODES = {128 + number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP", "SIGINT")}
 
 
 class JobState(enum.Enum):

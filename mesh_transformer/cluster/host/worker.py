@@ -38,6 +38,7 @@ from mesh_transformer.liveness import Watch
 from mesh_transformer.logs import Scalars
 from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.training.observer import Observer
+from mesh_transformer.stop_signals import TERMINATIONS
 
 HEARTBEAT_S = 1.0
 # time for a worker without an agent to save
@@ -58,7 +59,8 @@ def main() -> None:
     cli.collect_rarely()
     cpu_devices.give_threads()
     # until the run installs its own handler, which saves first
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in TERMINATIONS:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     logs.set_up()
     pipe = Connection(int(sys.argv[1]))
     try:

@@ -201,8 +201,9 @@ def main() -> None:
     # not above: `chat_template.py` imports this module on any system
     import resource
 
-    # Ctrl-C in a terminal reaches all processes; the server that drains still needs this one
+    # Ctrl-C and the end of a terminal reach all its processes; the server that drains still needs this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # libtpu lets its process ignore it, and a child would too
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # open now what Python and Jinja open at the first use, as the unused imports above do

@@ -36,6 +36,7 @@ from mesh_transformer.runtime.session import engine as serving_engine
 from mesh_transformer.runtime.session.generation_defaults import generation_defaults
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
 from mesh_transformer.runtime.session.weights import config_for
+from mesh_transformer.stop_signals import TERMINATIONS
 
 # has the arguments of `serving_engine.open_engine`
 OpenEngine = Callable[..., WarmEngine]
@@ -196,17 +197,13 @@ async def _until_signal(service: Service) -> bool:
             stop_now.set()
         stopping.set()
 
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    # nohup and supervisors ignore it for their children
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
+    for number in (*TERMINATIONS, signal.SIGINT):
         home.add_signal_handler(number, note, number)
     try:
         return await service.run(stopping, stop_now)
     finally:
         # a late signal must not change the exit code
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in TERMINATIONS:
             home.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from mesh_transformer import environment
-from mesh_transformer.stop_signals import StopSignals
+from mesh_transformer.stop_signals import TERMINATIONS, StopSignals
 
 
 class StopRequest(Protocol):
@@ -25,11 +25,12 @@ class StopRequest(Protocol):
 
 
 class Interrupt(StopSignals):
-    """While active, SIGTERM and Ctrl-C request a save and a stop, and do not end the process.
+    """While active, SIGTERM, SIGHUP and Ctrl-C request a save and a stop, and do not end the process.
 
-    In a job of several processes, a SIGTERM to one of them stops all, after the same step. The coordination service of
-    JAX chooses the step. In a job of one process, a second Ctrl-C ends it at once, and so does one before the first
-    step. `received` can differ between processes, but `exit_code` is the same in all.
+    In a job of several processes, a SIGTERM or SIGHUP to one of them stops all, after the same step. The coordination
+    service of JAX, which knows SIGTERM alone, chooses the step. In a job of one process, a second Ctrl-C ends it at
+    once, and so does one before the first step. `received` can differ between processes, but `exit_code` is the same in
+    all.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class Interrupt(StopSignals):
 
     def __enter__(self) -> Self:
         if jax.process_count() == 1:
-            super().__enter__()
+            return super().__enter__()
+        for number in set(TERMINATIONS) - {signal.SIGTERM}:
+            self._before[number] = signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

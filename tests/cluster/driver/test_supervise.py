@@ -307,7 +307,7 @@ def test_a_driver_with_another_config_lets_the_workers_save_first():
     assert fake.calls == ["attach", "stop", "start"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_and_ends(number):
     stop = StopSignals()
 

@@ -24,15 +24,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serving import start as serving
 
 
-@pytest.fixture(autouse=True)
-def signals():
-    """Restore the handlers of signals, because a server leaves SIGTERM and SIGHUP ignored."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_open_streams_and_exits_with_0(tmp_path, number):
     with process(tmp_path, FAKE_DELAY="0.1") as (child, url):

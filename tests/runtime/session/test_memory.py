@@ -3,9 +3,7 @@ machine that has little memory."""
 
 import contextlib
 import json
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -32,15 +30,6 @@ from mesh_transformer.train.memory import training_arrays
 from mesh_transformer.train.step import TrainProgram, compile_step
 
 GO_ON = ("--set", "compute.memory_check=false")
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restore the handlers that commands replace."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -296,7 +296,6 @@ def run_here(trained, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(trained / "cache"))
     # a command replaces it
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    handler = signal.getsignal(signal.SIGTERM)
 
     def command(*arguments):
         monkeypatch.setattr(sys, "argv", ["device_train.py", "--config", "config.json", *arguments])
@@ -304,8 +303,7 @@ def run_here(trained, monkeypatch, capfd):
             cli.run(device_train.main)
         return ended.value.code, capfd.readouterr().err
 
-    yield command
-    signal.signal(signal.SIGTERM, handler)
+    return command
 
 
 @pytest.mark.parametrize(
