@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from mesh_transformer.commands import main
-from mesh_transformer.runtime import cli
+from mesh_transformer import environment
+
+with environment.interruptible():
+    from mesh_transformer.commands import main
+    from mesh_transformer.runtime import cli
 
 
 def run() -> None:

@@ -76,11 +76,13 @@ def variables(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_python() -> None:
-    """Check the version of Python.
+    """Check the version of Python and its options.
 
     Raises:
-        UserError: it is not supported.
+        UserError: the version is not supported, or Python removes assertions.
     """
+    if message := without_assertions():
+        raise UserError(message)
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         current = ".".join(map(str, sys.version_info[:3]))
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
@@ -88,6 +90,14 @@ def check_python() -> None:
             f"this is Python {current} ({sys.executable}), but {oldest} to {newest} is needed: "
             f"{way_in(wrong_python=True)}"
         )
+
+
+def without_assertions() -> str:
+    """The fault of a Python that removes `assert` statements; empty: it has them. Haiku 0.0.16 ends its scopes in
+    them."""
+    if not sys.flags.optimize:
+        return ""
+    return "Python removes the assert statements that Haiku needs: start it without -O and without PYTHONOPTIMIZE"
 
 
 @contextmanager
@@ -117,7 +127,7 @@ def not_installed(error: ModuleNotFoundError) -> str | None:
 @contextmanager
 def explained_imports(name: str) -> Iterator[None]:
     """As `requirements`, for the imports of a file that is a command and a module: the command prints the error and
-    exits with code 2.
+    exits with code 2, and Ctrl-C ends it with one line.
 
     Args:
         name: `__name__` of the file.
@@ -126,17 +136,31 @@ def explained_imports(name: str) -> Iterator[None]:
         yield
         return
     try:
-        check_python()
-        with requirements():
-            yield
+        with interruptible():
+            check_python()
+            with requirements():
+                yield
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the program with one line, from here on and not only inside the context: see `interrupt`."""
+    handle_interrupts()
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(128 + signal.SIGINT)
+
+
 def handle_interrupts() -> None:
     """Let Ctrl-C end the program wherever it is: see `interrupt`. One that comes during a callback of the garbage
     collector, where Python ignores exceptions, is raised once more."""
+    if signal.getsignal(signal.SIGINT) is interrupt:
+        return
     signal.signal(signal.SIGINT, interrupt)
     sys.unraisablehook = functools.partial(_repeat_interrupt, sys.unraisablehook)
 

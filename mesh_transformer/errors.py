@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # those that move a terminal's cursor, end a line, or change the order of what stands beside them; a tab does not
 _CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -89,6 +89,16 @@ def out_of_memory(error: BaseException | None) -> RunError | None:
         "optimizer.gradient_accumulation_steps or use compute.remat=full; in sampling and serving, compute fewer "
         "sequences at a time (--num-samples, --slots); or use a smaller model or more devices"
     )
+
+
+def did_you_mean(text: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message that suggests the known name closest to `text`, or an empty string."""
+    # most commands have no mistake
+    import difflib
+
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(text[:100].lower(), by_lower, n=1)
+    return f" (did you mean {prefix}{by_lower[close[0]]}?)" if close else ""
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -49,7 +49,7 @@ def test_a_package_that_is_absent_is_one_line_in_every_command(repo: Path) -> No
     for command, arguments in COMMANDS.items():
         line = error_of([*BARE, *command.split(), *arguments.split()], repo)
         assert re.match(
-            r"error: the package (jax|pydantic|numpy|zstandard|google) is not installed for .*: run ", line
+            r"error: the package (jax|jinja2|pydantic|numpy|zstandard|google) is not installed for .*: run ", line
         ), (
             command,
             line,
@@ -131,6 +131,53 @@ def test_ctrl_c_while_an_example_imports_jax_is_one_line(repo: Path) -> None:
     )
     assert ended.stderr == "interrupted\n"
     assert ended.returncode == 130
+
+
+@pytest.mark.parametrize("command", ["device_train.py --config a", "-m mesh_transformer serve", "-m examples.fsdp"])
+def test_a_python_without_assertions_is_refused_before_jax_is_imported(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax is imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    line = error_of([sys.executable, "-O", *command.split()], repo)
+    assert line.startswith("error: Python removes the assert statements that Haiku needs: start it without -O")
+
+
+def test_the_other_ways_in_refuse_a_python_without_assertions(repo: Path) -> None:
+    program = "import mesh_transformer\nmesh_transformer.load('absent')"
+    ended = subprocess.run([sys.executable, "-O", "-c", program], cwd=repo, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1].startswith("mesh_transformer.errors.UserError: Python removes the assert")
+    doctor = [sys.executable, "-O", "-m", "mesh_transformer", "doctor"]
+    shown = subprocess.run(doctor, cwd=repo, capture_output=True, text=True, timeout=300).stdout
+    assert "start it without -O" in shown
+
+
+INTERRUPT = """
+import os, signal, sys
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == os.environ["INTERRUPTED"]:
+        signal.raise_signal(signal.SIGINT)
+sys.addaudithook(interrupt)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("device_train.py --help", "mesh_transformer.commands"),
+        ("train.py --help", "argparse"),
+        ("-m mesh_transformer train --help", "mesh_transformer.commands"),
+        ("-m mesh_transformer train --help", "argparse"),
+    ],
+)
+def test_ctrl_c_before_the_imports_are_done_is_one_line(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, module: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("INTERRUPTED", module)
+    ended = subprocess.run([sys.executable, *command.split()], cwd=repo, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
 def test_ctrl_c_during_an_import_ends_the_process_at_once(repo: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from mesh_transformer.environment import PROGRAM
+from mesh_transformer.errors import UserError, did_you_mean
 from mesh_transformer.runtime import cli
 
 COMMANDS = {
@@ -38,7 +39,12 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Run the command that the first argument names, and return its exit code; None: 0."""
+    """Run the command that the first argument names, and return its exit code; None: 0. Without arguments it prints the
+    help.
+
+    Raises:
+        UserError: there is no such command.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _skip_completed_name()
     if words and words[0] in COMMANDS:
@@ -48,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, meaning in COMMANDS.items():
         commands.add_parser(name, help=meaning)
+    if "_ARGCOMPLETE" not in os.environ and not words:
+        parser.print_help()
+        return None
+    if words and not words[0].startswith("-"):
+        known = f"the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"no such command: {words[0]}{did_you_mean(words[0], COMMANDS)}; {known}; see {PROGRAM} --help")
     parser.parse_args(words)
     return None
 

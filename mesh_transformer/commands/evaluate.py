@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 
     target = ComputeTarget.of(given)
-    cli.starting()
+    cli.starting(given.config_path, given.overrides)
     from mesh_transformer.runtime.evaluation import command
 
     options = cli.fields(command.EvalOptions, given)

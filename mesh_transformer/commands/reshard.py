@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="complete this text with the new checkpoint, or with --ckpt if --out is not given, and print the result",
     )
     options = vars(parser.parse_args(arguments))
-    cli.starting()
+    cli.starting(options["config_path"], options["overrides"])
     from mesh_transformer.runtime import convert
 
     convert.reshard(**options)

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_sampling_options(parser)
     parser.add_argument("--json", action="store_true", help="print each sample as one line of JSON")
     given = parser.parse_args(arguments)
-    cli.starting()
+    cli.starting(given.config_path, given.overrides)
     from mesh_transformer.infer.requests import OPTIONS
     from mesh_transformer.runtime.sampling import sampler
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, open_engine: Callable[..., Any]
     for flag, text, settings in _OPTIONS:
         parser.add_argument(flag, help=text, **settings)
     given = parser.parse_args(arguments)
-    cli.starting()
+    cli.starting(given.config_path, given.overrides)
     from mesh_transformer.runtime.serving import start
 
     options = cli.fields(start.ServeOptions, given)

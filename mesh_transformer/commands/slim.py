@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--f16", action="store_true", help="write float16, in RUN_slim_f16 (default: bfloat16)")
     cli.add_overwrite(parser)
     options = vars(parser.parse_args(arguments))
-    cli.starting()
+    cli.starting(options["config_path"], options["overrides"])
     from mesh_transformer.runtime import convert
 
     convert.slim(**options)

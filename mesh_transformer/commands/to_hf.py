@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.add_overwrite(parser)
     options = vars(parser.parse_args(arguments))
     del options["cpu"]
-    cli.starting(debug=options.pop("debug"))
+    cli.starting(options["config_path"], options["overrides"], debug=options.pop("debug"))
     from mesh_transformer.runtime import convert
 
     convert.to_hf(**options)

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "of a TPU slice, such as v3-32: for this slice, which need not be attached (docs/parallelism.md)",
     )
     options = cli.parse_tuned(parser, arguments)
-    cli.starting()
+    cli.starting(options.config_path, options.overrides)
     if options.plan_mesh is not None:
         from mesh_transformer.runtime.training import mesh_plan
 

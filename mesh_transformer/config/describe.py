@@ -1,8 +1,6 @@
 """Describes the values that a field accepts, from its JSON schema, for error messages and docs/config.md."""
 
-import difflib
 import json
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -90,12 +88,6 @@ def unit(group: type[ConfigGroup], name: str) -> str:
 def derived(group: type[ConfigGroup], name: str) -> str:
     """How the default follows from other fields, or an empty string."""
     return schemas(group, name)[0].get("derived", "")
-
-
-def did_you_mean(text: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message that suggests the known name closest to `text`, or an empty string."""
-    close = difflib.get_close_matches(text[:100], known, n=1)
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def short(value: Any) -> str:

@@ -16,10 +16,10 @@ from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.config import classic, names, shipped, strict_json
-from mesh_transformer.config.describe import allowed, allowed_item, choices, did_you_mean, schemas, short
+from mesh_transformer.config.describe import allowed, allowed_item, choices, schemas, short
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.config.schema import GROUPS, VARIANTS, CheckpointConfig, Config, class_at
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, did_you_mean
 from mesh_transformer.fields import ConfigGroup
 
 MAX_FILE_BYTES = 1 << 20
@@ -245,7 +245,8 @@ def _read(path: str) -> str:
     except UserError as error:
         if os.path.exists(path) or os.sep in path or path.endswith(".json"):
             raise
-        raise UserError(f"{error}; the configs by name are {', '.join(shipped.names())}") from error
+        known = shipped.names()
+        raise UserError(f"{error}{did_you_mean(path, known)}; the configs by name are {', '.join(known)}") from error
     # ValueError: a null character in the path
     except (OSError, ValueError) as error:
         if files.is_remote(path):

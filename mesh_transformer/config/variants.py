@@ -8,8 +8,8 @@ from typing import Any, Literal, get_type_hints
 from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
-from mesh_transformer.config.describe import did_you_mean, short
-from mesh_transformer.errors import UserError
+from mesh_transformer.config.describe import short
+from mesh_transformer.errors import UserError, did_you_mean
 from mesh_transformer.fields import ConfigGroup
 
 

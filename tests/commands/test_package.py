@@ -52,7 +52,7 @@ def test_the_program_names_its_commands_and_version(repo: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("arguments", [["trian"], [], ["train", "--bogus"]])
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "--bogus"]])
 def test_a_mistake_of_the_program_is_one_line(arguments: list[str], repo: Path) -> None:
     ended = given(*arguments, cwd=repo)
     assert (ended.returncode, ended.stdout) == (2, "")

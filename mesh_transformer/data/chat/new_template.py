@@ -6,11 +6,10 @@ import os
 import re
 from typing import NamedTuple
 
-from mesh_transformer.config.describe import did_you_mean
 from mesh_transformer.data.chat.template import ChatTemplate
 from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT
 from mesh_transformer.data.tokens.tokenizer import MAX_TEMPLATE_CHARS
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, did_you_mean
 
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 _NAME = re.compile(r"<\|[^|<>\s]{1,90}\|>")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mesh_transformer import environment
 from mesh_transformer.errors import out_of_memory
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def load(
         mesh_transformer.errors.UserError: an argument, the checkpoint, its tokenizer or the devices cannot be used, or
             the model does not fit the memory.
     """
+    environment.check_python()
     from mesh_transformer.runtime.api.opening import load_model
 
     path = os.fspath(checkpoint)
@@ -67,6 +69,7 @@ def fit(
         mesh_transformer.errors.UserError: the config, the devices, the data or a checkpoint cannot be used.
         mesh_transformer.errors.RunError: the loss or a gradient is not finite, or the disk is full.
     """
+    environment.check_python()
     from mesh_transformer.runtime.api.training import fit_config
 
     values = config if isinstance(config, Mapping) else os.fspath(config)

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from mesh_transformer.config.describe import did_you_mean, short
+from mesh_transformer.config.describe import short
 from mesh_transformer.data.tokens.pairs import ScoredTokens, encode_pair
 from mesh_transformer.data.tokens.tokenizer import Tokenizer
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, did_you_mean
 from mesh_transformer.runtime.serving.chat_protocol import ChatRequest
 from mesh_transformer.runtime.serving.protocol import MAX_SEQUENCES, CompletionRequest, SampledRequest, fault_line
 

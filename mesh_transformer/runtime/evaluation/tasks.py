@@ -4,7 +4,6 @@ Importing this module does not import the harness.
 """
 
 import contextlib
-import difflib
 import importlib.util
 import json
 import logging
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer import liveness
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, did_you_mean
 
 OLD_NAMES = {"lambada": "lambada_openai"}
 DEFAULT_TASKS = ("lambada_openai", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
@@ -139,11 +138,10 @@ def _manager(names: Sequence[str], include_path: str | None, data_dir: str | Non
 def _load(manager: Any, name: str) -> dict[str, Any]:
     """The task with this name, or all tasks of a group or tag, in the form for `evaluate`."""
     if name not in manager.all_tasks and not os.path.isfile(name):
-        close = difflib.get_close_matches(name, manager.all_tasks, n=1)
         raise UserError(
-            f"there is no task {name}" + (f" (did you mean {close[0]}?)" if close else "")
-            + ": `lm-eval ls tasks` lists the tasks of the harness, and --include-path adds a folder with tasks"
-        )  # fmt: skip
+            f"there is no task {name}{did_you_mean(name, manager.all_tasks)}: `lm-eval ls tasks` lists the tasks of "
+            "the harness, and --include-path adds a folder with tasks"
+        )
     try:
         with contextlib.redirect_stdout(sys.stderr), liveness.service_call():
             return manager.load(name)
