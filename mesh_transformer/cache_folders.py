@@ -24,8 +24,21 @@ def compiled_programs() -> str:
 
 
 def data_sets() -> str:
-    """The folder of tokenized text files."""
-    return os.path.join(user_cache(), "mesh_transformer", "datasets")
+    """The folder of tokenized text files, and of the places of records in record files."""
+    return own("datasets")
+
+
+def open_data_sets() -> str:
+    """Create `data_sets()` if it does not exist, and return it. The folder of earlier versions is moved there."""
+    folder, earlier = data_sets(), os.path.join(user_cache(), "mesh_transformer", "datasets")
+    if not os.path.exists(folder):
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        # another process may have moved it
+        with contextlib.suppress(OSError):
+            os.rename(earlier, folder)
+            os.rmdir(os.path.dirname(earlier))
+    os.makedirs(folder, exist_ok=True)
+    return folder
 
 
 def hugging_face() -> str:

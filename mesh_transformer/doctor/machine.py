@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mesh_transformer import cache_folders, environment, host_memory
 from mesh_transformer.doctor.findings import Finding, ok, problem, warning
-from mesh_transformer.errors import UserError, byte_size, plural
+from mesh_transformer.errors import byte_size, plural
 
 # training configs/tiny_shakespeare.json on one CPU device took 1.0 GB
 LEAST_MEMORY = 2_000_000_000
@@ -34,10 +34,11 @@ PORTS = {
 def python() -> Iterator[Finding]:
     """The version of Python, and whether it is the one of the activated environment."""
     interpreter = f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})"
-    try:
-        environment.check_python()
+    if message := environment.without_assertions():
+        yield problem(interpreter, message)
+    elif environment.OLDEST <= sys.version_info[:2] <= environment.NEWEST:
         yield ok(interpreter)
-    except UserError:
+    else:
         oldest, newest = (".".join(map(str, version)) for version in (environment.OLDEST, environment.NEWEST))
         yield problem(f"{interpreter}, but {oldest} to {newest} is needed", environment.way_in(wrong_python=True))
     activated = os.environ.get("VIRTUAL_ENV")
@@ -91,7 +92,6 @@ def folders() -> Iterator[Finding]:
         ("compiled programs", cache_folders.compiled_programs(), "JAX_COMPILATION_CACHE_DIR"),
         ("Hugging Face hub", hub, "HF_HOME"),
         ("caches of this program", os.path.dirname(cache_folders.own("compiled")), "XDG_CACHE_HOME"),
-        ("tokenized texts", cache_folders.data_sets(), "XDG_CACHE_HOME"),
         ("temporary files", tempfile.gettempdir(), "TMPDIR"),
         ("this folder, for runs", os.getcwd(), ""),
     ):

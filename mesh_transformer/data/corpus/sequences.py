@@ -92,11 +92,10 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
     tokens = load_tokenizer(tokenizer)
     if n_vocab is not None:
         warn_of_more_ids(tokens, n_vocab)
-    folder = cache_folders.data_sets()
+    folder = cache_folders.open_data_sets()
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
     if not os.path.isfile(target):
         _log.info("tokenizing %s: the tokens stay in %s", path, folder)
-        os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch, scratch_file(folder) as counts:
             written = write_corpus(
                 [path], scratch, tokens, SequenceOptions(seq=seq, preserve_data_order=True), "data.seq"

@@ -34,11 +34,10 @@ def find_offsets(path: str, stamp: str) -> str:
     if not files.is_remote(path) and os.path.isfile(beside):
         _check(path, beside)
         return beside
-    folder, stem = cache_folders.data_sets(), os.path.splitext(os.path.basename(path))[0]
+    folder, stem = cache_folders.open_data_sets(), os.path.splitext(os.path.basename(path))[0]
     key = hashlib.sha256(f"{path} {stamp}".encode()).hexdigest()[:32]
     target = os.path.join(folder, f"{stem}-{key}{SUFFIX}")
     if not os.path.isfile(target):
-        os.makedirs(folder, exist_ok=True)
         with files.scratch_file(folder) as scratch:
             if files.is_remote(path) and files.exists(beside):
                 if files.size(beside) * FRAME_BYTES > files.size(path) * OFFSET_BYTES:

@@ -263,7 +263,7 @@ def test_text_is_tokenized_once(tmp_path, monkeypatch):
         return bytes(next(loader).tokens.astype(np.uint8).reshape(-1)).decode()
 
     assert first() == text[:51]
-    folder = tmp_path / "cache" / "mesh_transformer" / "datasets"
+    folder = tmp_path / "cache" / "mesh-transformer" / "datasets"
     assert len(list(folder.glob("*.tfrecords"))) == 1
     with monkeypatch.context() as context:
         context.setattr(prepare, "write_corpus", lambda *_: pytest.fail("tokenized again"))
@@ -301,7 +301,7 @@ def test_several_processes_may_fill_the_cache(tmp_path, monkeypatch):
     ]
     assert len({process.communicate(timeout=60)[0] for process in started}) == 1
     assert [process.returncode for process in started] == [0, 0, 0]
-    assert len(list((tmp_path / "cache" / "mesh_transformer" / "datasets").glob("*.tfrecords"))) == 1
+    assert len(list((tmp_path / "cache" / "mesh-transformer" / "datasets").glob("*.tfrecords"))) == 1
 
 
 @pytest.mark.parametrize("name", ["a.TFRECORDS", "a.TfRecord.GZ"])
