@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 
 # those that move a terminal's cursor, end a line, or change the order of what stands beside them; a tab does not
@@ -99,6 +100,17 @@ def did_you_mean(text: str, known: Iterable[str], prefix: str = "") -> str:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(text[:100].lower(), by_lower, n=1)
     return f" (did you mean {prefix}{by_lower[close[0]]}?)" if close else ""
+
+
+def options_to_add(*words: str) -> str:
+    """Options for a message, as a shell reads them: pasted behind the command that printed the message, they make the
+    change that it advises. tests/commands/test_advice.py pastes each."""
+    return shlex.join(words)
+
+
+def set_options(*assignments: str) -> str:
+    """`options_to_add` of --set with each `NAME=VALUE`."""
+    return options_to_add(*(word for assignment in assignments for word in ("--set", assignment)))
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mesh_transformer import liveness
-from mesh_transformer.errors import CredentialsError, UserError
+from mesh_transformer.errors import CredentialsError, UserError, set_options
 
 RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 20.0
@@ -382,7 +382,7 @@ def _credentials_explained() -> Iterator[None]:
         said = str(error).partition("\n")[0].partition(" To set up Application Default Credentials")[0]
         raise CredentialsError(
             f"no access to gs:// paths: {said.strip().rstrip('.')[:300]}. Run: gcloud auth application-default login; "
-            f"or use local paths (for a run: --set checkpoint.bucket=)"
+            f"or use local paths (for a run: {set_options('checkpoint.bucket=')})"
         ) from error
 
 

@@ -6,7 +6,6 @@ wrote records the model in `model.json`, and a Hugging Face folder in config.jso
 """
 
 import functools
-import json
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import ModelConfig, OptimizerConfig, parse_config
 from mesh_transformer.config.schema import VARIANTS
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.logs import log
 from mesh_transformer.optimizers import OPTIMIZERS
@@ -53,11 +52,11 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     if not wrong:
         return
     differences = [f"model.{name}: the config has {ours[name]}, the checkpoint {stored[name]}" for name in wrong]
-    sets = " ".join(f"--set model.{name}={_argument(stored[name])}" for name in wrong)
     raise UserError(
         f"{where} does not match this config:",
         *(f"  {difference}" for difference in differences),
-        f"use the checkpoint's values ({sets}), or choose another checkpoint or checkpoint.model_dir",
+        f"{options_to_add('--ignore-keys', 'model')} takes the checkpoint's model, if --set changes none of these; or "
+        "choose another checkpoint or checkpoint.model_dir",
     )
 
 
@@ -81,11 +80,6 @@ def warn_of_longer_context(source: TensorSource, model: ModelConfig) -> None:
         )
 
 
-def _argument(value: Any) -> str:
-    """A value as --set takes it, without spaces."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-
-
 def check_optimizer(source: TensorSource, optimizer: OptimizerConfig) -> None:
     """Refuse to resume from a checkpoint that lacks the state of the config's optimizer.
 
@@ -101,8 +95,8 @@ def check_optimizer(source: TensorSource, optimizer: OptimizerConfig) -> None:
     if found not in (None, optimizer.name):
         raise UserError(
             f"{where} holds the state of optimizer {found}, the config has optimizer.name {optimizer.name}: set "
-            f"optimizer.name={found}, or start from its parameters alone with --tune-model-path {where} --fresh-opt "
-            f"and another checkpoint.model_dir"
+            f"optimizer.name={found}, or start from its parameters alone with "
+            f"--tune-model-path {where} --fresh-opt and another checkpoint.model_dir"
         )
 
 

@@ -133,7 +133,8 @@ def fail_together(read: Callable[[], T]) -> T:
         reason = root_cause(error)
     failed = multihost_utils.process_allgather(np.bool_(reason))
     if np.any(failed):
-        raise DamagedCheckpoint(reason or f"unreadable in processes {np.flatnonzero(failed).tolist()}")
+        # the message of a UserError may have several lines
+        raise DamagedCheckpoint(*(reason or f"unreadable in processes {np.flatnonzero(failed).tolist()}").split("\n"))
     return result
 
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from mesh_transformer import files
-from mesh_transformer.errors import UserError, listed
+from mesh_transformer.errors import UserError, listed, options_to_add
 from mesh_transformer.logs import log
 
 
@@ -80,7 +80,8 @@ def check_free(
             "folder"
         )
     if names and not overwrite:
-        raise UserError(f"{path} exists already: choose a new folder, or give --overwrite to replace it")
+        replace = options_to_add("--overwrite")
+        raise UserError(f"{path} exists already: choose a new folder, or give {replace} to replace it")
     if not files.is_remote(path):
         files.check_writable(os.path.dirname(os.path.abspath(path)))
     if source is not None and f"{_absolute(source)}/".startswith(f"{_absolute(path)}/"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.config.schema import CheckpointConfig
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.fields import size
 
 Values = dict[str, Any]
@@ -72,12 +72,13 @@ def to_grouped(flat: dict[str, Any]) -> Grouped:
     return grouped
 
 
-def interpret(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[str]:
+def interpret(grouped: Grouped, overridden: Callable[[str, str], bool], *, has_model: bool = True) -> list[str]:
     """Replace the values of a classic file, in place, by what they meant to the original.
 
     Args:
         grouped: the file in the grouped spelling, after the overrides.
         overridden: whether the command line sets (group, field); such a value does not change.
+        has_model: whether the file has the model. Otherwise a checkpoint tells it.
 
     Returns:
         A sentence for each value that is not used as written.
@@ -88,9 +89,9 @@ def interpret(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[
     given = {
         field: value for group in groups for field, value in grouped[group].items() if not overridden(group, field)
     }
-    notes = [*_width_of_head(model, given)]
+    notes = [*_width_of_head(model, given)] if has_model else []
     # the command line may choose another family, which lacks these fields
-    if model.get("family") in (None, "gptj"):
+    if has_model and model.get("family") in (None, "gptj"):
         notes += [*_position_encoding(model, given), *_norm(model, mesh, given)]
     notes += [*_run_folder(checkpoint, given), *_tasks(data, given)]
     cores, comment = given.get("tpu_size"), given.get("comment")
@@ -124,7 +125,8 @@ def _position_encoding(model: Values, given: Values) -> Iterator[str]:
         # before the key pe the original had only the relative bias; pe_rotary_dims came after pe
         if model.get("pe_rotary_dims") is None:
             model["pe"] = "t5"
-            yield "pe is not given: t5 is used, as in the original before this key (--set model.pe=rotary changes it)"
+            change = set_options("model.pe=rotary")
+            yield f"pe is not given: t5 is used, as in the original before this key ({change} changes it)"
         else:
             model["pe"] = "rotary"
             yield "pe is not given: rotary is used, because pe_rotary_dims is given"
@@ -149,7 +151,8 @@ def _norm(model: Values, mesh: Values, given: Values) -> Iterator[str]:
         yield "norm layernorm-desync is layernorm on one shard: layernorm is used"
     if model.get("norm") is None:
         model["norm"] = "layernorm"
-        yield "norm is not given: layernorm is used (--set model.norm=rmsnorm changes it)"
+        change = set_options("model.norm=rmsnorm")
+        yield f"norm is not given: layernorm is used ({change} changes it)"
 
 
 def _run_folder(checkpoint: Values, given: Values) -> Iterator[str]:

@@ -7,7 +7,7 @@ from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from mesh_transformer.config.mixture import TrainSet, check_weights
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.fields import (
     ConfigGroup,
     Count,
@@ -118,7 +118,8 @@ class DataConfig(ConfigGroup):
         if self.per_replica_batch is not None and self.batch_size is not None:
             raise UserError(
                 f"data.per_replica_batch {self.per_replica_batch} and data.batch_size {self.batch_size} are both set: "
-                f"keep one (--set data.per_replica_batch=null or --set data.batch_size=null)"
+                f"keep one ({set_options('data.per_replica_batch=null')} or "
+                f"{set_options('data.batch_size=null')})"
             )
         if isinstance(self.train_set, dict):
             check_weights(self.train_set)

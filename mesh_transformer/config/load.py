@@ -31,6 +31,7 @@ USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
 _COMMENT = re.compile(r"^[ \t]*//.*$", re.MULTILINE)
 # pydantic's place of the sources of a mixture
 _SOURCES = ("data", "train_set", "sources")
+_MODEL = "model"
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ def _resolve(
     """The config, and a sentence for each value of a classic file that is not used as written."""
     if not isinstance(raw, dict):
         raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
+    # a key of another program may have the name of the group
+    ignores_model = f"-{_MODEL}" in overrides and (names.is_grouped(raw) or _MODEL not in raw)
     raw = names.moved(_without_ignored(raw, overrides))
     changes = [override for override in overrides if not is_ignored(override)]
     names.check_file(raw)
@@ -137,12 +140,15 @@ def _resolve(
     if repeated and not flat:
         raise UserError(f"{repeated[0]}: keep one")
     grouped = classic.to_grouped(raw) if flat else _groups(raw)
+    lacks_model = ignores_model if flat else raw.get(_MODEL) is None
+    if lacks_model:
+        grouped.pop(_MODEL, None)
     for change in changes:
         _apply_override(grouped, change)
     notes = [f"{twice}: the last value is used" for twice in repeated]
     if flat:
-        notes += classic.interpret(grouped, partial(is_set, changes))
-    elif find_model is not None and raw.get("model") is None:
+        notes += classic.interpret(grouped, partial(is_set, changes), has_model=not lacks_model)
+    if lacks_model and find_model is not None:
         _add_model(grouped, find_model)
     for group, variants in VARIANTS.items():
         variants.check(group, grouped.get(group, {}))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
-from mesh_transformer.errors import UserError, listed
+from mesh_transformer.errors import UserError, listed, set_options
 from mesh_transformer.fields import STACKS, ConfigGroup, Count, Derived, Devices, Size, Switch, Unit, marks
 from mesh_transformer.spec import Decoder
 
@@ -132,8 +132,8 @@ class MeshConfig(ConfigGroup):
 
 
 def _advice(given: MeshShape, n_devices: int) -> str:
-    changes = [f"--set mesh.{axis}={json.dumps(default)}" for axis, default in _changed(given).items()]
-    advice = f"pass {' '.join(changes)} to use the devices found"
+    changes = (f"mesh.{axis}={json.dumps(default)}" for axis, default in _changed(given).items())
+    advice = f"pass {set_options(*changes)} to use the devices found"
     if n_devices == 1:
         advice += ", or, on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=8 to create eight devices"
     return advice
@@ -364,7 +364,8 @@ def check_multiple(size: Size, by_what: str, count: int, also: str, times: int =
     elif size.field.startswith("model."):
         # the sizes of a trained model cannot be set
         allowed = listed(list(map(str, divisors)), most=_LISTED_DIVISORS)
-        remedy = f"{by_what} to {allowed}, or {size.field} of a new model {change}"
+        pasted = "" if " x " in by_what else f" ({set_options(f'{by_what}={smaller}')})"
+        remedy = f"{by_what} to {allowed}{pasted}, or {size.field} of a new model {change}"
     else:
         remedy = f"it {change}, or {by_what} to {smaller}"
     raise UserError(f"{what} is not divisible by {needs} {count}: set {remedy}{also}")

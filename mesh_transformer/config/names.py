@@ -1,13 +1,12 @@
 """Names of fields in both spellings, and messages for unknown names."""
 
 import difflib
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mesh_transformer.config import classic
 from mesh_transformer.config.schema import GROUPS, VARIANTS
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add
 
 Fields = Mapping[str, tuple[str, ...]]
 """The names of the fields of each group."""
@@ -132,8 +131,9 @@ def _how_to_ignore(keys: list[str]) -> str:
     if not all(_is_plain(key) and "," not in key and not key.startswith("-") for key in keys):
         return f"remove {them} from the file"
     listed = ",".join(keys)
-    named = shlex.quote(listed) if len(listed) <= SHOWN_HINT else "KEY,..."
-    return f"--ignore-keys {named} ignores {them}"
+    if len(listed) > SHOWN_HINT:
+        return f"--ignore-keys KEY,... ignores {them}"
+    return f"{options_to_add('--ignore-keys', listed)} ignores {them}"
 
 
 def resolve(name: str, config: Mapping[str, Any] | None = None) -> tuple[str, str, str]:

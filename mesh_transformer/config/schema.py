@@ -21,7 +21,7 @@ from mesh_transformer.config.mesh import (
     training_rules,
 )
 from mesh_transformer.config.variants import Variants
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.fields import (
@@ -124,7 +124,7 @@ class CheckpointConfig(ConfigGroup):
         if self.bucket and ("://" in self.model_dir or not self.model_dir.strip("/")):
             raise UserError(
                 f"checkpoint.model_dir {self.model_dir!r} must be a folder inside checkpoint.bucket {self.bucket!r}: "
-                f"write the folder alone, or leave the bucket empty (--set checkpoint.bucket=)"
+                f"write the folder alone, or leave the bucket empty ({set_options('checkpoint.bucket=')})"
             )
         return self
 
@@ -201,12 +201,13 @@ class Config(ConfigGroup):
         self._check_mesh(mesh_shape(**self.mesh.given))
         if self.seq > self.model.seq:
             raise UserError(
-                f"data.seq {self.seq} exceeds model.seq {self.model.seq}: lower data.seq or raise model.seq"
+                f"data.seq {self.seq} exceeds model.seq {self.model.seq}: lower data.seq "
+                f"({set_options(f'data.seq={self.model.seq}')}), or raise model.seq"
             )
         if self.data.tokenizer == "bytes" and self.model.n_vocab < BYTES_VOCAB:
             raise UserError(
                 f"model.n_vocab {self.model.n_vocab} is less than the {BYTES_VOCAB} tokens of data.tokenizer bytes: "
-                f"set model.n_vocab to {BYTES_VOCAB} or more"
+                f"set model.n_vocab to this or more ({set_options(f'model.n_vocab={BYTES_VOCAB}')})"
             )
         return self
 

@@ -9,7 +9,7 @@ from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.errors import UserError, did_you_mean
+from mesh_transformer.errors import UserError, did_you_mean, set_options
 from mesh_transformer.fields import ConfigGroup
 
 
@@ -28,9 +28,9 @@ class Variants:
         given = values.get(self.tag) if isinstance(values, dict) else getattr(values, self.tag)
         return next(iter(self.classes)) if given is None else given
 
-    def having(self, field: str) -> list[str]:
-        """The names of the classes that have a field."""
-        return [name for name, group in self.classes.items() if field in group.model_fields]
+    def having(self, *fields: str) -> list[str]:
+        """The names of the classes that have all these fields."""
+        return [name for name, group in self.classes.items() if group.model_fields.keys() >= set(fields)]
 
     @cached_property
     def merged(self) -> type[ConfigGroup]:
@@ -54,14 +54,20 @@ class Variants:
             expected = f"expected one of {', '.join(self.classes)}{did_you_mean(str(name), self.classes)}"
             raise UserError(f"{where} = {short(name)}: {expected}")
         fields = self.classes[name].model_fields
-        for field, value in values.items():
-            if field in fields or value is None:
-                continue
-            owners = self.having(field)
-            raise UserError(
-                f"{group}.{field} is a field of {where} {', '.join(owners)}, not of {name}: remove it "
-                f"(--set {group}.{field}=null), or set {where}={owners[0]}" + did_you_mean(field, fields, f"{group}.")
-            )
+        wrong = [field for field, value in values.items() if field not in fields and value is not None]
+        if not wrong:
+            return
+        faults = [
+            f"{group}.{field} is a field of {where} {', '.join(self.having(field))}, not of {name}"
+            + did_you_mean(field, fields, f"{group}.")
+            for field in wrong
+        ]
+        owners = self.having(*wrong)
+        raise UserError(
+            f"{'; '.join(faults)}: remove {'it' if len(wrong) == 1 else 'them'} "
+            f"({set_options(*(f'{group}.{field}=null' for field in wrong))})"
+            + (f", or set {where}={owners[0]}" if owners else "")
+        )
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         choices = {name: handler.generate_schema(group) for name, group in self.classes.items()}

@@ -13,7 +13,7 @@ from mesh_transformer import platforms, slices
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, parts, training_rules
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.closed_form import MODELLED, StepEstimate, check_modelled, estimate, unmodelled
 from mesh_transformer.models.block import KEPT
@@ -63,8 +63,8 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
     """
     if others := unmodelled(config):
         raise UserError(
-            f"the search does not model {' and '.join(others)}: set {' '.join(f'--set {axis}=1' for axis in others)}, "
-            "or leave out --search"
+            f"the search does not model {' and '.join(others)}: set "
+            f"{set_options(*(f'{axis}=1' for axis in others))}, or leave out --search"
         )
     every = candidates(config, n_devices, accelerator)
     if not every:
@@ -147,7 +147,7 @@ def remedies(config: Config, n_devices: int, accelerator: Accelerator) -> list[s
         ]
         if fitting:
             least = min(fitting, key=lambda candidate: (len(candidate.overrides), candidate.estimate.seconds))
-            changes.append(" ".join(f"--set {override}" for override in (*overrides, *least.overrides)))
+            changes.append(set_options(*overrides, *least.overrides))
             break
     larger = (kind for kind in _slices(accelerator) if kind.devices > n_devices)
     enough = next((kind for kind in larger if _fits_somehow(config, kind.devices, accelerator)), None)

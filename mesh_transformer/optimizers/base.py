@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from annotated_types import Le
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.fields import ConfigGroup, Count, Derived, Fraction, NonNegative, Positive, Steps, Unit
 from mesh_transformer.optimizers.schedules import FIELDS, SCHEDULES, Decay, ScheduleFields
 from mesh_transformer.spec import Axes, AxesTree
@@ -77,11 +77,14 @@ class OptimizerConfig(ConfigGroup):
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         unread = FIELDS - SCHEDULES[self.schedule].reads
-        for name in sorted(self.model_fields_set & unread):
-            readers = " or ".join(other for other, schedule in SCHEDULES.items() if name in schedule.reads)
+        if names := sorted(self.model_fields_set & unread):
+            readers = [other for other, schedule in SCHEDULES.items() if schedule.reads.issuperset(names)]
+            them = "them" if len(names) > 1 else "it"
             raise UserError(
-                f"optimizer.{name} is given, but optimizer.schedule {self.schedule} does not read it: remove it "
-                f"(--set optimizer.{name}=null), or set optimizer.schedule to {readers}"
+                f"{' and '.join(f'optimizer.{name}' for name in names)} {'are' if len(names) > 1 else 'is'} given, but "
+                f"optimizer.schedule {self.schedule} does not read {them}: remove {them} "
+                f"({set_options(*(f'optimizer.{name}=null' for name in names))})"
+                + (f", or set optimizer.schedule to {' or '.join(readers)}" if readers else "")
             )
         decay_steps = self.rates.decay_steps
         if "decay_steps" not in unread and self.warmup_steps + decay_steps > self.total_steps:

@@ -27,7 +27,7 @@ from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import Config, ModelConfig, is_set
 from mesh_transformer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer, warn_of_more_ids
 from mesh_transformer.environment import command
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
 from mesh_transformer.runtime.session.weights import config_for, config_of, explain_damage
@@ -111,7 +111,8 @@ def _own_tokenizer(spec: str | None, model: ModelConfig) -> str | None:
     if spec == "bytes" and model.n_vocab >= ByteTokenizer.n_vocab:
         return spec
     logs.log.warning(
-        "the output has no tokenizer: --tokenizer NAME adds one%s", f" (the run's: {spec})" if spec else ""
+        "the output has no tokenizer: %s adds %s",
+        *((options_to_add("--tokenizer", spec), "the run's") if spec else ("--tokenizer NAME", "one")),
     )
     return None
 
@@ -363,7 +364,8 @@ def _check_devices(shards: int) -> None:
     if jax.device_count() % shards:
         raise UserError(
             f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
-            f"--shards-out 1, or omit --prompt and test the result with {command('sample')} --set mesh.tp=1"
+            f"{options_to_add('--shards-out', '1')}, or omit --prompt and test the result with "
+            f"{command('sample')} --set mesh.tp=1"
         )
 
 

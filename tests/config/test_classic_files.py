@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.config import CheckpointConfig, Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 
 FLAT = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "pe": "rotary", "norm": "layernorm"}
@@ -157,6 +157,19 @@ def test_whole_heads_and_the_relative_bias_are_those_of_the_golden_models(origin
     assert rotary["d_model"] // rotary["n_heads"] == rotary["pe_rotary_dims"]
     assert parse_config({**rotary, "pe_rotary_dims": 64, "d_head": 1}).model == parse_config(rotary).model
     assert parse_config({**t5, "pe": None, "pe_rotary_dims": None}).model == parse_config(t5).model
+
+
+def test_the_model_of_a_checkpoint_can_replace_the_one_of_the_file() -> None:
+    def of_checkpoint(_: CheckpointConfig) -> dict[str, Any]:
+        return {"family": "llama", "layers": 7, "d_model": 32, "n_heads": 4, "n_vocab": 300}
+
+    for raw in ({**FLAT, "lr": 0.5}, {"model": FLAT, "optimizer": {"lr": 0.5}}):
+        config = parse_config(raw, ["-model", "model.seq=64"], of_checkpoint)
+        assert (config.model.family, config.model.layers, config.model.seq) == ("llama", 7, 64)
+        assert config.optimizer.lr == 0.5
+        assert parse_config(raw, [], of_checkpoint).model.layers == 2
+    # this key of a fork is not the group
+    assert parse_config({**FLAT, "model": "GPT-J"}, ["-model"], of_checkpoint).model.layers == 2
 
 
 def test_keys_of_a_fork_can_be_ignored(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from mesh_transformer import files
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.config.describe import short
 from mesh_transformer.environment import command
-from mesh_transformer.errors import UserError, listed
+from mesh_transformer.errors import UserError, listed, options_to_add
 from mesh_transformer.families import ALIASES, FAMILIES
 from mesh_transformer.families.hf_keys import ConfigJson
 
@@ -95,7 +95,7 @@ def _text_model(model_type: Any, known: Sequence[str]) -> str:
     if model_type in known:
         return (
             f"this is the text model {model_type} beside a vision tower, which is not supported; "
-            f"{command('from-hf')} --text-only converts the text model alone"
+            f"{command('from-hf')} {options_to_add('--text-only')} converts the text model alone"
         )
     return f"this is a text model of the type {model_type!r:.60} beside others, and {_neighbours(model_type, known)}"
 

@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.hf.source import (
 from mesh_transformer.checkpoint.origin import Origin, write_files
 from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
 from mesh_transformer.config import ModelConfig, strict_json
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add
 from mesh_transformer.logs import log
 from mesh_transformer.spec import TRANSPOSED, Tensor
 
@@ -292,7 +292,8 @@ def _cast(values: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(dtype)
     if not np.isfinite(cast).all() and not np.array_equal(np.isfinite(cast), np.isfinite(values)):
-        raise UserError(f"{where} holds values too large for {dtype}: choose --dtype bf16 or fp32")
+        wider = options_to_add("--dtype", "bf16")
+        raise UserError(f"{where} holds values too large for {dtype}: choose {wider} or fp32")
     return cast
 
 

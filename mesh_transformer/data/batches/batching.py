@@ -7,7 +7,7 @@ from typing import Literal, Self
 from mesh_transformer.data.records.example import MAX_NUMBERS
 from mesh_transformer.data.records.tfrecords import Record
 from mesh_transformer.environment import command
-from mesh_transformer.errors import UserError, plural
+from mesh_transformer.errors import UserError, plural, set_options
 from mesh_transformer.sequences import Example, Sequences
 
 Packing = Literal["auto", "concat", "documents"]
@@ -88,7 +88,7 @@ class Batching:
         if len(tokens) != seq + 1:
             raise UserError(
                 f"{record.place} has {plural(len(tokens), 'token')}, sequences of {seq} need {seq + 1}: "
-                + (f"set data.seq to {len(tokens) - 1}, or " if len(tokens) > 1 else "")
+                + (f"give {set_options(f'data.seq={len(tokens) - 1}')}, or " if len(tokens) > 1 else "")
                 + f"make the records again with {command('records')} --seq {seq}"
             )
         if self.n_vocab is not None and tokens.max(initial=0) >= self.n_vocab:

@@ -10,10 +10,9 @@ from typing import Any
 
 from mesh_transformer.data.batches.stream import Position
 from mesh_transformer.data.records.sources import find_source, is_text, record_files
+from mesh_transformer.data.records.stamps import or_restart
 from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.errors import UserError
-
-_INSTEAD = "or read the data from its beginning with --set data.restart=true"
 
 
 def classic_position(source: str, stored: Any, batch: int) -> Position:
@@ -37,7 +36,7 @@ def classic_position(source: str, stored: Any, batch: int) -> Position:
     if len(used) >= len(listed) or names != [os.path.basename(file) for file in listed[: len(used)]]:
         raise UserError(
             f"the run had read {names[:3] or 'no file'} of its training set to the end, but {path} does not begin with "
-            f"these files: restore the former index, {_INSTEAD}"
+            f"these files: restore the former index, {or_restart()}"
         )
     place = len(used)
     with RecordReader(listed[place]) as reader:
@@ -47,7 +46,7 @@ def classic_position(source: str, stored: Any, batch: int) -> Position:
         if reader.number < next_record:
             raise UserError(
                 f"the run had taken {number + 1} batches of {batch} sequences from {listed[place]}, which holds only "
-                f"{reader.number}: restore the former file and batch size, {_INSTEAD}"
+                f"{reader.number}: restore the former file and batch size, {or_restart()}"
             )
         return {
             "version": 1,
@@ -69,5 +68,5 @@ def _checked(stored: Any) -> tuple[list[str], int]:
         return names, number
     raise UserError(
         f"meta.json: train_loader is {str(stored)[:100]}; expected used (files) and file_idx (a number): correct it, "
-        f"{_INSTEAD}"
+        f"{or_restart()}"
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mesh_transformer.config.mixture import TrainSource
 from mesh_transformer.data.batches.permutation import Permutation
-from mesh_transformer.data.records.stamps import RESTART
+from mesh_transformer.data.records.stamps import or_restart
 from mesh_transformer.errors import UserError
 
 VERSION = 2
@@ -112,12 +112,12 @@ class Mixture:
         if order not in (None, self.order):
             raise UserError(
                 f"the stored data position has the order '{order}', this run has the order '{self.order}': set "
-                f"data.shuffle and data.seed to their former values, {RESTART}"
+                f"data.shuffle and data.seed to their former values, {or_restart()}"
             )
         if progress and sorted(progress) != self.names:
             raise UserError(
                 f"the stored data position is of the sources {', '.join(sorted(progress))}, and data.train_set has "
-                f"{', '.join(self.names)}: restore the former sources (a weight may become 0), {RESTART}"
+                f"{', '.join(self.names)}: restore the former sources (a weight may become 0), {or_restart()}"
             )
         self.step = step
         self._progress = {name: progress.get(name, SourceProgress()) for name in self.names}
@@ -178,7 +178,7 @@ def _checked(position: Any) -> tuple[int, str | None, dict[str, SourceProgress]]
     if isinstance(position, dict) and position.get("version") == 1:
         raise UserError(
             f"the stored data position has the order '{position.get('order')}', and this run draws any record: set "
-            f"data.train_set, data.shuffle and data.seed to their former values, {RESTART}"
+            f"data.train_set, data.shuffle and data.seed to their former values, {or_restart()}"
         )
     try:
         if position["version"] != VERSION:

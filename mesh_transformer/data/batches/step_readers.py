@@ -10,7 +10,7 @@ from mesh_transformer.data.batches.batching import Batching
 from mesh_transformer.data.batches.mixture import Draw, Mixture
 from mesh_transformer.data.batches.stream import Stream, resume, stored_position
 from mesh_transformer.data.records.record_set import RecordSet
-from mesh_transformer.data.records.stamps import RESTART, check_stamp
+from mesh_transformer.data.records.stamps import check_stamp, or_restart
 from mesh_transformer.data.records.tfrecords import Record
 from mesh_transformer.errors import UserError, plural
 
@@ -199,6 +199,6 @@ def _check_files(name: str, records: RecordSet, stored: Any) -> None:
         if now != then:
             raise UserError(
                 f"the source {name} has changed since the data position was stored: its file {number} was {then}, and "
-                f"is {now}: restore the former files in their former order, {RESTART}"
+                f"is {now}: restore the former files in their former order, {or_restart()}"
             )
         check_stamp(file.path, file.stamp, pair[1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.data.records.stamps import check_stamp, stamp_of
+from mesh_transformer.data.records.stamps import check_stamp, or_restart, stamp_of
 from mesh_transformer.data.records.tfrecords import Record, RecordReader
 from mesh_transformer.errors import UserError, plural
 
@@ -98,7 +98,7 @@ class Walk:
             raise UserError(
                 f"the stored data position is in {position['name']}, file {place + 1} of its data set, "
                 f"which does not fit {_some(self._files)}: restore the former data set (same files, same order), "
-                f"or read the data from its beginning with --set data.restart=true"
+                + or_restart()
             )
         for at, stamp in stamps.items():
             path = self._path(epoch, at)

@@ -2,10 +2,9 @@
 
 import hashlib
 
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.files import read_range, size
 
-RESTART = "or read the data from its beginning with --set data.restart=true"
 _STAMPED_BYTES = 64 << 10
 
 
@@ -19,6 +18,11 @@ def stamp_of(path: str) -> str:
     return f"{size(path)} bytes, sha256 of the first 64 KiB {head[:16]}..."
 
 
+def or_restart() -> str:
+    """The end of a message about data that differ from those of a stored position."""
+    return f"or read the data from its beginning with {set_options('data.restart=true')}"
+
+
 def check_stamp(path: str, current: str, stored: str) -> None:
     """Compare the stamp of a file with the one stored in a data position.
 
@@ -28,5 +32,5 @@ def check_stamp(path: str, current: str, stored: str) -> None:
     if current != stored:
         raise UserError(
             f"{path} has changed since the data position was stored (then: {stored}; now: {current}): restore the "
-            f"former file, {RESTART}"
+            f"former file, {or_restart()}"
         )

@@ -22,7 +22,7 @@ from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokens.text_stream import TextStream
 from mesh_transformer.data.tokens.tokenizer import Tokenizer
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
@@ -281,7 +281,8 @@ class Sampler:
         if len(prompt) > room and not request.truncate:
             raise UserError(
                 f"the prompt has {len(prompt)} tokens; with {new} new tokens it exceeds the context of {c.seq}: "
-                f"shorten it to {room} tokens, lower --max-new-tokens, or pass --truncate to cut off its beginning"
+                f"shorten it to {room} tokens, lower --max-new-tokens, or pass {options_to_add('--truncate')} to cut "
+                "off its beginning"
             )
         if len(prompt) > room:
             log.warning("the prompt has %d tokens: the first %d are cut off", len(prompt), len(prompt) - room)
@@ -317,7 +318,7 @@ def _with_seed(options: SampleOptions) -> SampleOptions:
     # an int32 is broadcast without a loss in any configuration of JAX
     seed = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbelow(2**31))))
     if options.temperature and jax.process_index() == 0:
-        log.info("seed %d: --seed %d gives the same samples again", seed, seed)
+        log.info("seed %d: %s gives the same samples again", seed, options_to_add("--seed", str(seed)))
     return dataclasses.replace(options, seed=seed)
 
 

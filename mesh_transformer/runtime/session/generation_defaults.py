@@ -5,7 +5,7 @@ from typing import Any
 from mesh_transformer.checkpoint.format import GENERATION_CONFIG
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config.describe import short
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add
 from mesh_transformer.infer.requests import OPTIONS, SamplingOptions, all_if_negative
 from mesh_transformer.logs import log
 
@@ -39,10 +39,14 @@ def generation_defaults(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
             options: dict[str, Any] = {name: value}
             SamplingOptions(**options)
         except ValueError as error:
-            raise UserError(f"{checkpoint}: {GENERATION_CONFIG}: {error}; or give --generation-config none") from error
+            raise UserError(f"{checkpoint}: {GENERATION_CONFIG}: {error}; or give {_none()}") from error
         if value != OPTIONS[name].default:
             defaults[name] = value
     if defaults:
         listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        log.info("defaults of %s: %s (--generation-config none: those of this program)", GENERATION_CONFIG, listed)
+        log.info("defaults of %s: %s (%s: those of this program)", GENERATION_CONFIG, listed, _none())
     return defaults
+
+
+def _none() -> str:
+    return options_to_add("--generation-config", "none")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_transformer import accelerators, host_memory
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.infer.engine import abstract_slots, working_bytes
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.holdings import bytes_per_device
@@ -106,7 +106,8 @@ def check(session: Session, what: str, arrays: Mapping[str, int], advice: str) -
         parts = {name: n_bytes / GIB for name, n_bytes in arrays.items()}
         raise UserError(
             f"{what} does not fit: it needs at least {room.gib_of(parts):,.1f} GiB ({room.listed(parts)}), and "
-            f"{room.limit} has {room.gib:,.1f} GiB left: {advice}; or go on with --set compute.memory_check=false"
+            f"{room.limit} has {room.gib:,.1f} GiB left: {advice}; or go on with "
+            f"{set_options('compute.memory_check=false')}"
         )
     return room
 

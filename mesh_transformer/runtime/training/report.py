@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 
 from mesh_transformer import accelerators
-from mesh_transformer.errors import RunError
+from mesh_transformer.errors import RunError, set_options
 from mesh_transformer.logs import Progress, Scalars, Sink, log, step_summary
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.spec.flops import flops_per_token
@@ -219,7 +219,8 @@ class MetricsReporter:
         self._emit(pending)
         raise RunError(
             f"{what}: not finite. The newest checkpoint is from before this step. Lower optimizer.lr, or skip such "
-            f"steps with --set optimizer.nonfinite=skip, and run the command again to resume from that checkpoint"
+            f"steps with {set_options('optimizer.nonfinite=skip')}, and run the command again to resume from that "
+            "checkpoint"
         )
 
     def _emit(self, pending: _Pending) -> None:

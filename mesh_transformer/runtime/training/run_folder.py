@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mesh_transformer import files, liveness
-from mesh_transformer.errors import UserError, byte_size
+from mesh_transformer.errors import UserError, byte_size, set_options
 from mesh_transformer.logs import log
 
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
@@ -142,7 +142,8 @@ def warn_of_little_space(folder: str, checkpoint: int, steps: int, keep_latest: 
     free, copies = shutil.disk_usage(folder).free, keep_latest + 1
     needed = checkpoint * (copies - min(steps, keep_latest))
     if free < needed:
-        fewer = "" if keep_latest == 1 else ", or keep only the newest: --set checkpoint.keep_latest=1"
+        newest = f", or keep only the newest: {set_options('checkpoint.keep_latest=1')}"
+        fewer = "" if keep_latest == 1 else newest
         log.warning(
             "a save may fill the disk: it needs room for %d checkpoints of %s (checkpoint.keep_latest %d), of which %s "
             "are still to be written, and %s has %s free: free some space%s",

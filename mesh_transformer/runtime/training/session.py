@@ -7,6 +7,7 @@ import jax
 from mesh_transformer.accelerators import of_device
 from mesh_transformer.config import Config
 from mesh_transformer.environment import command
+from mesh_transformer.errors import set_options
 from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.search import faster
 from mesh_transformer.logs import log
@@ -49,7 +50,7 @@ def suggest_a_faster_step(session: Session) -> None:
         log.info(
             "a step is estimated to run %.1f times faster with %s; %s --search compiles it",
             times,
-            " ".join(f"--set {override}" for override in best.overrides),
+            set_options(*best.overrides),
             command("preflight"),
         )
 

@@ -17,13 +17,14 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.data.batches.classic_position import classic_position
 from mesh_transformer.data.batches.mixture import position_at
-from mesh_transformer.data.records.stamps import RESTART
-from mesh_transformer.errors import UserError, plural
+from mesh_transformer.data.records.stamps import or_restart
+from mesh_transformer.errors import UserError, plural, set_options
 from mesh_transformer.logs import log
 from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.runtime.training.provenance import KEY, Provenance
+from mesh_transformer.runtime.training.tokenizers import warn_of_other_tokens
 from mesh_transformer.train.optimizer import OptState
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -115,8 +116,8 @@ def _note_z_loss(session: Session) -> None:
     if optimizer.z_loss and jax.process_index() == 0:
         log.info(
             "optimizer.z_loss adds %g x log(sum(exp(%s)))^2 to the cross entropy, which the loss of transformers does "
-            "not have: --set optimizer.z_loss=0 leaves it out",
-            *(optimizer.z_loss, logit),
+            "not have: %s leaves it out",
+            *(optimizer.z_loss, logit, set_options("optimizer.z_loss=0")),
         )
 
 
@@ -196,6 +197,8 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
     """
     checkpoint = Checkpoint.open(path)
     source = open_checkpoint(session, checkpoint)
+    if jax.process_index() == 0:
+        warn_of_other_tokens(session.config.data, checkpoint)
     origin = fail_together(lambda: checkpoint.origin(source))
     abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
@@ -246,6 +249,7 @@ def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(data.train_set, str):
         raise UserError(
-            f"the original program had read one set, and data.train_set is a mixture: restore the former set, {RESTART}"
+            "the original program had read one set, and data.train_set is a mixture: restore the former set, "
+            + or_restart()
         )
     return classic_position(data.train_set, recorded, session.sequences_per_step)
