@@ -3,13 +3,14 @@
 Sources: for TPUs Google's page on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x), and for the usable
 memory the compiler of libtpu 0.0.42, which names it when it refuses a program. The network between slices is the "data
 center network bandwidth" of these pages; the pages of v2, v3 and v4 do not give it. A torus of two dimensions is closed
-in a whole pod. A torus of three dimensions is closed in slices whose sides are multiples of 4. For GPUs the sources are
-NVIDIA's data sheets (H100 SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX
-devices, which share its links.
+in a whole pod. A torus of three dimensions is closed in slices whose sides are multiples of 4. A v2, v3 or v7x chip is
+two JAX devices, which share its links. The source of a GPU stands above its row. Its rate is that of bfloat16 with sums
+in float32, without sparsity. Its usable memory is what the driver leaves.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ class Accelerator:
 
     # the generation of a TPU as in `slices`, or the name of a GPU
     name: str
-    # how `jax.Device.device_kind` begins
+    # how `jax.Device.device_kind` of a TPU begins; of a GPU, the whole name, because A10 and A100 begin alike
     device_kind: str
     # products of bfloat16, TFLOP/s
     peak_tflops: float
@@ -60,17 +61,48 @@ ACCELERATORS = {
         Accelerator("v5p", "TPU v5", 459, 2765, 95.74, 1.75, 90, torus=3, closed_torus=64, dcn_gb_s=6.25),
         Accelerator("v6e", "TPU v6 lite", 918, 1640, 31.25, 1.75, 90, closed_torus=256, dcn_gb_s=12.5),
         Accelerator("v7x", "TPU7x", 1153, 3690, 94.75, 1.75, 90, 2, torus=3, closed_torus=64, dcn_gb_s=6.25),
+        # data sheets: A100 SXM 80 GB, H100 SXM, H200
         Accelerator("a100", "NVIDIA A100-SXM4-80GB", 312, 2039, 78.0, link_gb_s=150),
         Accelerator("h100", "NVIDIA H100 80GB HBM3", 989, 3350, 78.0, link_gb_s=225),
         Accelerator("h200", "NVIDIA H200", 989, 4800, 139.0, link_gb_s=225),
+        # data sheet of T4. Turing has no units for bfloat16: XLA computes in float32
+        Accelerator("t4", "Tesla T4", 8.1, 320, 14.3),
+        # data sheet of L4: 242 TFLOP/s with sparsity
+        Accelerator("l4", "NVIDIA L4", 121, 300, 21.7),
+        # data sheet of A10
+        Accelerator("a10", "NVIDIA A10", 125, 600, 21.7),
+        # GA102 white paper, appendix A
+        Accelerator("rtx3090", "NVIDIA GeForce RTX 3090", 71, 936, 23.2),
+        # Ada white paper, appendix A
+        Accelerator("rtx4090", "NVIDIA GeForce RTX 4090", 165.2, 1008, 23.2),
+        # RTX Blackwell white paper, appendix A
+        Accelerator("rtx5090", "NVIDIA GeForce RTX 5090", 209.5, 1792, 30.9),
+        # data sheet of RTX 6000 Ada: a quarter of 1,457 TFLOP/s, which are of 8 bits with sparsity
+        Accelerator("rtx6000ada", "NVIDIA RTX 6000 Ada Generation", 364.2, 960, 47.0),
+        # data sheet of AMD Instinct MI300X. JAX runs on it with ROCm (pip install "jax[rocm7-local]")
+        Accelerator("mi300x", "AMD Instinct MI300X", 1307.4, 5300, 190.0),
     )
 }
 """By name. The device kind of v5p is the beginning of v5e's: `of_device` takes the longest that matches."""
 
 
+GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
+
+
+def gpu_name(text: str) -> str | None:
+    """The name in GPUS of a GPU as people write it, such as `RTX 4090` or `4090`; None: it is not in the table."""
+    name = re.sub(r"nvidia|amd|geforce|instinct|[\s_-]", "", text.lower())
+    return next((known for known in GPUS if name in (known, known.removeprefix("rtx"))), None)
+
+
 def of_device(device_kind: str) -> Accelerator | None:
     """The accelerator of a `jax.Device.device_kind`; None for a device that is not in the table, such as a CPU."""
-    matches = [accelerator for accelerator in ACCELERATORS.values() if device_kind.startswith(accelerator.device_kind)]
+    matches = [
+        accelerator
+        for accelerator in ACCELERATORS.values()
+        if device_kind == accelerator.device_kind
+        or (accelerator.is_tpu and device_kind.startswith(accelerator.device_kind))
+    ]
     return max(matches, key=lambda accelerator: len(accelerator.device_kind), default=None)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from mesh_transformer.accelerators import GPUS
 from mesh_transformer.runtime import cli
 from mesh_transformer.stop_signals import TERMINATIONS
 
@@ -43,7 +44,11 @@ def _parser() -> argparse.ArgumentParser:
         "v4-8, v5e-8 and v6e-8)",
     )
     parser.add_argument(
-        "--gpu", action="append", default=[], metavar="NAME", help="one GPU: a100, h100 or h200; may be repeated"
+        "--gpu",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"one GPU: {', '.join(GPUS)}; may be repeated",
     )
     parser.add_argument(
         "--search",
@@ -110,11 +115,11 @@ def _watched(arguments: Sequence[str]) -> int:
     for number in range(_MOST_PROCESSES):
         # a process that is begun anew writes all lines again
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-            before = {number: signal.signal(number, lambda *_: process.terminate()) for number in TERMINATIONS}
+            before = {each: signal.signal(each, lambda *_: process.terminate()) for each in TERMINATIONS}
             assert process.stdout is not None
             output = process.stdout.read()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         if process.returncode != -signal.SIGABRT:
             break
         if number < _MOST_PROCESSES - 1:

@@ -14,7 +14,6 @@ from mesh_transformer.estimate.op_table import write_op_table
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Part, Timeline
-from mesh_transformer.estimate.tpus import INSTALL_LIBTPU
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.parallel.holdings import bytes_per_device
@@ -151,8 +150,8 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     """
     if others := [*closed_form.unmodelled(config), *["several slices"] * (target.slices > 1)]:
         raise UserError(
-            f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: "
-            f"{INSTALL_LIBTPU}"
+            f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs "
+            f"{target.missing_compiler}"
         )
     try:
         case = _step_case(config, target, changes)

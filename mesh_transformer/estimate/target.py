@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import jax
 
 from mesh_transformer import slices
-from mesh_transformer.accelerators import ACCELERATORS, Accelerator
-from mesh_transformer.errors import UserError
+from mesh_transformer.accelerators import ACCELERATORS, GPUS, Accelerator, gpu_name
+from mesh_transformer.errors import UserError, did_you_mean
 from mesh_transformer.estimate import gpus, tpus
-
-GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,11 @@ class Target:
     n_devices: int
     chips: int
     slices: int = 1
+
+    @property
+    def missing_compiler(self) -> str | None:
+        """The compiler for it that is not installed, and how to get it; None: it is installed."""
+        return tpus.missing_compiler() if self.accelerator.is_tpu else gpus.missing_compiler(self.name)
 
     def devices(self) -> Sequence[jax.Device]:
         """The devices as targets of a compilation.
@@ -51,11 +54,12 @@ def tpu_target(name: str) -> Target:
 
 
 def gpu_target(name: str) -> Target:
-    """One GPU of the table of accelerators.
+    """One GPU of the table of accelerators, as `gpu_name` reads its name.
 
     Raises:
         UserError: it is not in the table.
     """
-    if name not in GPUS:
-        raise UserError(f"unknown GPU {name!r}: expected one of {', '.join(GPUS)}")
-    return Target(name, ACCELERATORS[name], 1, 1)
+    known = gpu_name(name)
+    if known is None:
+        raise UserError(f"unknown GPU {name!r}{did_you_mean(name, GPUS)}: expected one of {', '.join(GPUS)}")
+    return Target(known, ACCELERATORS[known], 1, 1)

@@ -11,13 +11,12 @@ from jax.experimental import topologies
 from mesh_transformer import slices
 from mesh_transformer.errors import UserError
 
-INSTALL_LIBTPU = "pip install -e '.[tpu]' in an environment of its own"
-"""What compiling for a TPU that is not attached needs."""
 
-
-def has_libtpu() -> bool:
-    """Whether programs can be compiled for TPUs."""
-    return importlib.util.find_spec("libtpu") is not None
+def missing_compiler() -> str | None:
+    """See `Target.missing_compiler`."""
+    if importlib.util.find_spec("libtpu") is not None:
+        return None
+    return "libtpu (pip install -e '.[tpu]' in an environment of its own)"
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -27,8 +26,8 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
         UserError: the type is unknown, or libtpu is not installed.
     """
     count, kind = slices.several(name)
-    if not has_libtpu():
-        raise UserError(f"compiling for TPUs needs libtpu: {INSTALL_LIBTPU}")
+    if missing := missing_compiler():
+        raise UserError(f"compiling for TPUs needs {missing}")
     # otherwise libtpu asks the cloud which TPU this machine has
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # no device is opened, so that no lock is needed

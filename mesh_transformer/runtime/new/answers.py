@@ -1,25 +1,30 @@
 """The five questions of `mesh-transformer new`, and what their answers may be. JAX is not imported."""
 
+import glob
 import os
 import re
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_transformer import slices
-from mesh_transformer.accelerators import ACCELERATORS
-from mesh_transformer.errors import UserError
+from mesh_transformer.accelerators import GPUS, gpu_name, of_device
+from mesh_transformer.errors import UserError, options_to_add
 
 CPU = "cpu"
 GOALS = ("train", "tune")
-_GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
 _HOURS = {"min": 1 / 60, "h": 1.0, "hour": 1.0, "hours": 1.0, "d": 24.0, "day": 24.0, "days": 24.0}
 _TOKENS = {"tokens": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]+)(?:\s+tokens)?", re.IGNORECASE)
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 # a budget beyond these is a slip of the keyboard
 _MOST_HOURS, _MOST_TOKENS = 24 * 365 * 10, 1e15
+# of the paths in this folder that a question shows
+_MOST_PATHS, _WIDTH = 4, 100
+Texts = Mapping[str, str]
+"""The answers so far, as they were given, by the name of their option."""
 
 
 class Budget(NamedTuple):
@@ -31,7 +36,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """The checked answers. Only `plan.make` checks `model` and `data`.
+    """The checked answers.
 
     Args:
         goal: train or tune.
@@ -48,10 +53,18 @@ class Answers:
 
 
 class Question(NamedTuple):
-    """A question, and the function that checks an answer and raises UserError."""
+    """A question.
+
+    Args:
+        check: raises UserError if an answer is not valid.
+        choices: the valid answers, in words.
+        default: the answer of an empty line; empty: there is none.
+    """
 
     text: str
-    check: Callable[[str], object]
+    check: Callable[[str, Texts], object]
+    choices: Callable[[Texts], str]
+    default: Callable[[Texts], str]
 
 
 def check_name(name: str, overwrite: bool) -> None:
@@ -65,11 +78,11 @@ def check_name(name: str, overwrite: bool) -> None:
     if overwrite:
         return
     if os.path.exists(f"{name}.json"):
-        raise UserError(f"{name}.json exists: give another NAME, or --overwrite")
+        raise UserError(f"{name}.json exists: give another NAME, or {options_to_add('--overwrite')}")
     if os.path.exists(f"runs/{name}"):
         raise UserError(
-            f"runs/{name} exists, and a run of this name would resume from it: give another NAME, or --overwrite, "
-            "which keeps the folder"
+            f"runs/{name} exists, and a run of this name would resume from it: give another NAME, or "
+            f"{options_to_add('--overwrite')}, which keeps the folder"
         )
 
 
@@ -91,12 +104,14 @@ def hardware(text: str) -> str:
         UserError: it is unknown.
     """
     name = text.strip().lower()
-    if name == CPU or name in _GPUS:
+    if name == CPU:
         return name
+    if gpu := gpu_name(name):
+        return gpu
     try:
         count, _ = slices.several(name)
     except UserError as error:
-        raise UserError(f"hardware {text!r}: {error}; a GPU is {' or '.join(_GPUS)}; else {CPU}") from error
+        raise UserError(f"hardware {text!r}: {error}; a GPU is {' or '.join(GPUS)}; else {CPU}") from error
     if count > 1:
         raise UserError(f"hardware {text!r}: the closed form does not model several slices: name one of them")
     return name
@@ -118,46 +133,115 @@ def budget(text: str) -> Budget:
     raise UserError(f"budget {text!r}: expected a time such as 6h, 30min or 2d, or tokens such as 500M or 2B")
 
 
-def given(text: str) -> str:
-    """Any answer with text.
+def _check_model(text: str, texts: Texts) -> None:
+    # it imports the families
+    from mesh_transformer.runtime.new import shapes
 
-    Raises:
-        UserError: it is empty.
-    """
-    if not text.strip():
-        raise UserError("an answer is needed")
-    return text.strip()
+    if "goal" in texts:
+        (shapes.parse if goal(texts["goal"]) == "train" else shapes.trained)(text)
+
+
+def _check_data(text: str, _: Texts) -> None:
+    # it imports numpy
+    from mesh_transformer.runtime.new import data_set
+
+    data_set.find(text.strip())
+
+
+def _models(texts: Texts) -> str:
+    if texts["goal"] != "train":
+        here = _listed(_runs(), "here")
+        return f"the folder of a run or of a Hugging Face model, a GGUF file, hf://ORG/NAME, or 6B (GPT-J-6B){here}"
+    from mesh_transformer.runtime.new.shapes import DENSE, SEPARATOR, SHAPES
+
+    sizes = ", ".join(shape.name for shape in SHAPES)
+    return (
+        f"a size of the family gptj: {sizes}; a family, whose size follows from the budget: {', '.join(DENSE)}; or "
+        f"both, such as llama{SEPARATOR}tiny"
+    )
+
+
+def _runs() -> list[str]:
+    """The runs in this folder, newest first."""
+    return sorted({os.path.dirname(step) for step in glob.glob("runs/*/step_*")}, key=os.path.getmtime, reverse=True)
+
+
+def _data_sets() -> list[str]:
+    """The prepared data sets in this folder, newest first."""
+    return sorted(map(os.path.dirname, glob.glob("*/train.index")), key=os.path.getmtime, reverse=True)
+
+
+def _listed(paths: list[str], where: str) -> str:
+    return f"; {where}: {', '.join(paths[:_MOST_PATHS])}" if paths else ""
+
+
+def attached() -> str:
+    """The GPU of this machine if the table of accelerators has it, else `cpu`. The driver of NVIDIA names it."""
+    for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            model = re.search(r"^Model:\s*(.+?)\s*$", file.read(1 << 16), re.MULTILINE)
+        if model and (gpu := of_device(model[1])):
+            return gpu.name
+    return CPU
 
 
 QUESTIONS = {
-    "goal": Question("train a new model or tune a trained one? (train, tune)", goal),
-    "model": Question(
-        "which model? (train: a family such as gptj or llama, a size such as 125M, or llama:125M; tune: a checkpoint, "
-        "hf://ORG/NAME or 6B)",
-        given,
+    "goal": Question(
+        "Train a new model, or tune a trained one?",
+        lambda text, _: goal(text),
+        lambda _: ", ".join(GOALS),
+        lambda _: GOALS[0],
     ),
-    "data": Question("which data? (a .txt file, an index, a .tfrecords file, or the folder of a data set)", given),
-    "hardware": Question(f"on which hardware? (a slice such as v3-8, {', '.join(_GPUS)}, or {CPU})", hardware),
-    "budget": Question("for how long? (hours such as 6h, or tokens such as 2B)", budget),
+    "model": Question(
+        "Which model?",
+        _check_model,
+        _models,
+        lambda texts: "llama" if texts["goal"] == "train" else "".join(_runs()[:1]),
+    ),
+    "data": Question(
+        "Which data?",
+        _check_data,
+        lambda _: (
+            "the folder of a data set (mesh-transformer prepare), a .txt file, an index, a .tfrecords file, or "
+            f"tiny_shakespeare, which comes with the program{_listed(_data_sets(), 'here')}"
+        ),
+        lambda _: next(iter(_data_sets()), "tiny_shakespeare"),
+    ),
+    "hardware": Question(
+        "On which hardware?",
+        lambda text, _: hardware(text),
+        lambda _: f"{CPU}, this machine; a GPU: {', '.join(GPUS)}; or a TPU slice, such as v3-8 or v5e-16",
+        lambda _: attached(),
+    ),
+    "budget": Question(
+        "For how long?",
+        lambda text, _: budget(text),
+        lambda _: "a time, such as 30min, 6h or 2d, or tokens, such as 500M or 2B",
+        lambda texts: "30min" if texts["hardware"] == CPU else "6h",
+    ),
 }
 """The question for each field of `Answers`, in the order in which they are asked."""
 
 
-def ask(name: str) -> str:
+def ask(name: str, texts: Texts) -> str:
     """Ask a question on the terminal until its answer is valid.
 
     Raises:
         UserError: the input ends (Ctrl-D).
     """
     question = QUESTIONS[name]
+    choices, default = question.choices(texts), question.default(texts)
+    sys.stdout.write(f"{question.text}\n{textwrap.fill(choices, _WIDTH, break_on_hyphens=False)}\n")
     while True:
         try:
-            text = input(f"{question.text}\n> ")
+            text = input(f"[{default}] > " if default else "> ").strip() or default
         except EOFError as error:
             raise UserError(f"no answer for --{name}: nothing is written") from error
         try:
-            question.check(text)
+            if not text:
+                raise UserError("an answer is needed")
+            question.check(text, texts)
         except UserError as error:
             sys.stdout.write(f"{error}\n")
         else:
-            return text.strip()
+            return text

@@ -4,16 +4,14 @@ import os
 from typing import NamedTuple
 
 from mesh_transformer import files
-from mesh_transformer.config import strict_json
+from mesh_transformer.data.records.prepared import Prepared
 from mesh_transformer.data.records.sources import find_source, is_text, record_files
 from mesh_transformer.data.records.tfrecords import RecordReader
 from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import size
 
 # the training data of a folder, the first that exists
 TRAIN = ("train.index", "train.txt")
-MANIFEST = "manifest.json"
 # approximately, for English text with GPT-2's tokenizer
 BYTES_PER_TOKEN = 4.0
 
@@ -74,7 +72,7 @@ def find(answer: str) -> DataSet:
     if record is None:
         raise UserError(f"{records[0]} holds no record: give a data set with one record or more")
     local = plain and not any(map(files.is_remote, records))
-    n_vocab, counted, tokenizer = _told(files.join(os.path.dirname(path), MANIFEST))
+    prepared = Prepared.beside(path)
     return DataSet(
         path,
         val_path,
@@ -82,9 +80,9 @@ def find(answer: str) -> DataSet:
         sum(map(os.path.getsize, records)) if local else None,
         len(record.example().tokens),
         reader.offset,
-        n_vocab,
-        counted,
-        tokenizer,
+        prepared.n_vocab,
+        prepared.tokens,
+        prepared.tokenizer,
     )
 
 
@@ -100,17 +98,3 @@ def _validation(path: str) -> str | None:
     folder, name = os.path.split(path)
     other = files.join(folder, name.replace("train", "val"))
     return other if other != path and files.exists(other) else None
-
-
-def _told(manifest: str) -> tuple[int | None, int | None, str | None]:
-    """The vocabulary, the training tokens and the tokenizer of a manifest.json, if it exists and has them."""
-    if not files.exists(manifest):
-        return None, None, None
-    content = strict_json.read_object(manifest)
-    train, options = content.get("train"), content.get("options")
-    tokenizer = options.get("tokenizer") if isinstance(options, dict) else None
-    return (
-        size(content.get("n_vocab")),
-        size(train.get("tokens")) if isinstance(train, dict) else None,
-        tokenizer if isinstance(tokenizer, str) else None,
-    )

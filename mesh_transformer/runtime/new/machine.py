@@ -1,13 +1,14 @@
 """Where a run takes place: the mesh, the microbatch and the recomputation with which a model fits, and its speed."""
 
-import importlib.util
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mesh_transformer import host_memory, platforms
+from mesh_transformer import host_memory, platforms, slices
+from mesh_transformer.accelerators import ACCELERATORS, GPUS
 from mesh_transformer.config import Config, parse_config
 from mesh_transformer.estimate.closed_form import GIB, step_gib
 from mesh_transformer.estimate.prediction import (
@@ -18,12 +19,11 @@ from mesh_transformer.estimate.prediction import (
     predict_training,
 )
 from mesh_transformer.estimate.programs import default_folder
-from mesh_transformer.estimate.search import Candidate, candidates, remedies
+from mesh_transformer.estimate.search import Candidate, candidates
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
-from mesh_transformer.estimate.tpus import has_libtpu
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.new import measure
 from mesh_transformer.runtime.new.answers import CPU
-from mesh_transformer.spec.flops import flops_per_token
 
 FORMULA_SOURCE = "the closed form of preflight"
 Grouped = dict[str, dict[str, Any]]
@@ -77,8 +77,11 @@ class Machine(Protocol):
         """The fastest mesh, microbatch and recomputation for a config whose data.batch_size is the global batch; None:
         nothing fits."""
 
-    def remedies(self, grouped: Grouped) -> list[str]:
-        """The changes with which a config would fit, in words."""
+    def larger(self) -> Iterator["Machine"]:
+        """Larger machines of the same kind, smallest first. They compile nothing."""
+
+    def quick(self) -> "Machine":
+        """This machine, of which nothing is compiled."""
 
 
 def find(name: str) -> Machine:
@@ -94,9 +97,14 @@ def find(name: str) -> Machine:
 
 @dataclass(frozen=True)
 class Accelerated:
-    """A TPU slice or a GPU, which need not be attached."""
+    """A TPU slice or a GPU, which need not be attached.
+
+    Args:
+        compiles: whether a compiler, if it is installed, judges what fits.
+    """
 
     target: Target
+    compiles: bool = True
 
     @property
     def name(self) -> str:
@@ -130,12 +138,24 @@ class Accelerated:
                 return Placed(values, prediction.step_s, prediction.peak_gib, prediction.usable_gib, source)
         return None
 
-    def remedies(self, grouped: Grouped) -> list[str]:
-        return remedies(parse_config(grouped), self.devices, self.target.accelerator)
+    def larger(self) -> Iterator[Machine]:
+        accelerator = self.target.accelerator
+        if not accelerator.is_tpu:
+            gpus = sorted((ACCELERATORS[name] for name in GPUS), key=lambda gpu: gpu.usable_gib)
+            names = [gpu.name for gpu in gpus if gpu.usable_gib > accelerator.usable_gib]
+        else:
+            generation = next(each for each in slices.GENERATIONS if each.name == accelerator.name)
+            kinds = (slices.parse(name) for name in generation.types)
+            # the common name: v5e-16, not v5litepod-16
+            names = [f"{generation.name}-{k.name.rpartition('-')[2]}" for k in kinds if k.devices > self.devices]
+        return (find(name).quick() for name in names)
+
+    def quick(self) -> Machine:
+        return replace(self, compiles=False)
 
     def _predicted(self, candidate: Candidate) -> Prediction:
         """The prediction of the compiler if it is installed, else of the closed form."""
-        if not _compiles(self.target):
+        if not self.compiles or self.target.missing_compiler:
             return estimate_training(candidate.config, self.target, candidate.overrides)
         return predict_training(
             candidate.config,
@@ -154,6 +174,8 @@ class Cpu:
     name: str = CPU
     chips: int = 1
     devices: int = 1
+    # by model and microbatch: s
+    _measured: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def flops(self) -> float:
@@ -175,16 +197,22 @@ class Cpu:
             resolved = config.model_copy(update={"compute": platforms.resolve(config.compute, CPU)})
             gib = _CPU_MEMORY_ERROR * sum(step_gib(resolved, self.devices).values())
             if gib <= usable:
-                return Placed(
-                    values, self._seconds(config, sequences), gib, usable, "the rate of a product of matrices"
-                )
+                source = f"a few real steps on this machine{measure.other_load()}"
+                return Placed(values, sequences * self._seconds_per_sequence(config), gib, usable, source)
         return None
 
-    def remedies(self, grouped: Grouped) -> list[str]:
-        return ["more memory"]
+    def larger(self) -> Iterator[Machine]:
+        return iter(())
 
-    def _seconds(self, config: Config, sequences: int) -> float:
-        return sequences * config.seq * flops_per_token(config.decoder, config.seq) / self.flops
+    def quick(self) -> Machine:
+        return self
+
+    def _seconds_per_sequence(self, config: Config) -> float:
+        key = f"{config.model.model_dump_json()} {config.seq} {config.data.batch_size}"
+        if key not in self._measured:
+            log.info("running a few steps of a %s model of %d layers", config.model.family, config.model.layers)
+            self._measured[key] = measure.seconds_per_sequence(config, self.flops)
+        return self._measured[key]
 
 
 def _with_values(grouped: Grouped, config: Config) -> Grouped:
@@ -201,13 +229,6 @@ def _with_values(grouped: Grouped, config: Config) -> Grouped:
         },
         "data": {**grouped["data"], "batch_size": config.data.batch_size},
     }
-
-
-def _compiles(target: Target) -> bool:
-    """Whether the compiler for a target is installed."""
-    if target.accelerator.is_tpu:
-        return has_libtpu()
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def _measured_flops() -> float:

@@ -1,25 +1,24 @@
 """From the answers to a config: the size, the tokens, the batch, the learning rate, and where each step takes place."""
 
+import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh_transformer.config import ModelConfig, parse_config
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, options_to_add, plural
 from mesh_transformer.runtime.new import data_set, rule, shapes
 from mesh_transformer.runtime.new.answers import Answers, Budget
 from mesh_transformer.runtime.new.data_set import BYTES_PER_TOKEN, DataSet
 from mesh_transformer.runtime.new.machine import Grouped, Machine, Placed
 
-# The checkpoints that a size names in a fine-tuning. EleutherAI's copy of the original's weights.
-PRETRAINED = {"6b": "hf://EleutherAI/gpt-j-6b"}
 BUDGET, DATA = "the budget", "the data"
-# size of the vocabulary of GPT-2's tokenizer, in the config of 2021
-_GPT2_VOCAB = 50400
 _BYTES_VOCAB = 257
 # a run with fewer steps teaches nothing
 _FEWEST_STEPS = 20
+# of a larger budget that is advised
+_MARGIN = 1.25
 # the longest sequences of a fine-tuning on text, tokens
 _TUNE_SEQ = 2048
 # the most devices of tensor parallelism in a search; a step needs a sequence for each group of them
@@ -95,8 +94,13 @@ class _Case:
 
     @property
     def sized(self) -> bool:
-        """Whether the user chose this model, so that no smaller one may replace it."""
-        return self.tuned or shapes.parse(self.answers.model).shape is not None
+        """Whether no smaller model may replace this one: the user chose it, or there is none."""
+        return self.tuned or shapes.parse(self.answers.model).shape is not None or self.smallest
+
+    @property
+    def smallest(self) -> bool:
+        """Whether no size of the table is smaller."""
+        return self.model.layers == shapes.SHAPES[0].layers and self.model.d_model == shapes.SHAPES[0].d_model
 
     @property
     def enough(self) -> float:
@@ -111,7 +115,9 @@ class _Case:
             wanted = rule.tuning_batch_tokens(tokens)
         else:
             wanted = rule.batch_tokens(self.parameters, tokens, self.model.n_vocab)
-        least = max(1, self.machine.devices // _DEVICES_OF_A_SEQUENCE)
+        # tensor parallelism splits the heads
+        heads = self.model.n_heads & -self.model.n_heads
+        least = max(1, self.machine.devices // min(_DEVICES_OF_A_SEQUENCE, heads))
         return max(1 << max(0, round(math.log2(wanted / self.seq))), 1 << (least - 1).bit_length())
 
     def draft(self, sequences: int) -> Grouped:
@@ -137,29 +143,67 @@ def make(answers: Answers, machine: Machine, name: str) -> RunPlan:
         name: the name of the run.
 
     Raises:
-        UserError: the model or the data is unknown, nothing fits the machine, or the budget is too small; the message
-            says what to change.
+        UserError: the model or the data is unknown.
+        Refusal: nothing fits the machine, or the budget or the data is too small; the message says what to change.
     """
     data = data_set.find(answers.data)
     cases = _tuned(answers, machine, data) if answers.goal == "tune" else _trained(answers, machine, data)
-    refused: list[str] = []
     for case, checkpoint in cases:
         try:
             return _planned(case, checkpoint, name)
-        except _TooSmall as fault:
-            refused.append(str(fault))
+        except Refusal as fault:
+            refusal = fault
     # the last case is the smallest model
-    raise UserError(refused[-1])
+    changes = refusal.changes if refusal.question == "data" else (*refusal.changes, *_smaller(case), *_larger(case))
+    raise Refusal(f"{refusal}: give {' or '.join(changes)}" if changes else str(refusal), refusal.question)
 
 
-class _TooSmall(Exception):
-    """The machine or the budget is too small for a model. The message says what to change."""
+class Refusal(UserError):
+    """The machine, the budget or the data are too small for a model.
+
+    Args:
+        question: the question of `answers.QUESTIONS` whose answer is too small.
+        changes: options with which it is not.
+    """
+
+    def __init__(self, message: str, question: str, *changes: str):
+        super().__init__(message)
+        self.question, self.changes = question, changes
+
+
+def _smaller(case: _Case) -> Iterator[str]:
+    """The option for the largest smaller model that can be trained with these answers."""
+    if case.tuned:
+        return
+    family, chosen = shapes.parse(case.answers.model)
+    place = len(shapes.SHAPES) if chosen is None else shapes.SHAPES.index(chosen)
+    for shape in reversed(shapes.SHAPES[:place]):
+        answers = replace(case.answers, model=f"{family}{shapes.SEPARATOR}{shape.name}")
+        for smaller, _ in _trained(answers, case.machine.quick(), case.data):
+            # a step of one sequence for each device would be too long already
+            rate = case.machine.flops / (6 * smaller.parameters)
+            if _at_speed(answers.budget, rate) < _FEWEST_STEPS * smaller.seq:
+                continue
+            with contextlib.suppress(Refusal):
+                _planned(smaller, None, "")
+                yield options_to_add("--model", answers.model)
+                return
+
+
+def _larger(case: _Case) -> Iterator[str]:
+    """The option for the smallest larger machine of the same kind with which these answers fit."""
+    for machine in case.machine.larger():
+        larger = replace(case, machine=machine, answers=replace(case.answers, hardware=machine.name))
+        with contextlib.suppress(Refusal):
+            _planned(larger, None, "")
+            yield options_to_add("--hardware", machine.name)
+            return
 
 
 def _trained(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tuple[_Case, None]]:
     """The models that may be trained, largest first: one, if the answer names a size."""
     family, chosen = shapes.parse(answers.model)
-    n_vocab = data.n_vocab or (_BYTES_VOCAB if data.text else _GPT2_VOCAB)
+    n_vocab = data.n_vocab or (_BYTES_VOCAB if data.text else shapes.GPT2_VOCAB)
     in_data = data.tokens(bytes_per_token=1.0)
     most = None if in_data is None else rule.MOST_EPOCHS * in_data
     for shape in (chosen,) if chosen else shapes.SHAPES[::-1]:
@@ -174,20 +218,7 @@ def _trained(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tupl
 
 def _tuned(answers: Answers, machine: Machine, data: DataSet) -> Iterator[tuple[_Case, str]]:
     """The model of the checkpoint."""
-    if known := PRETRAINED.get(answers.model.lower()):
-        shape = shapes.SIZES[answers.model.lower()]
-        values, checkpoint = shapes.model_values("gptj", shape, _GPT2_VOCAB, None), known
-    elif answers.model.lower() in shapes.SIZES:
-        raise UserError(
-            f"model {answers.model}: to tune, name a checkpoint or hf://ORG/NAME; the size {' or '.join(PRETRAINED)} "
-            "alone names GPT-J's"
-        )
-    else:
-        # it reads tensors' names with JAX
-        from mesh_transformer.checkpoint.open import Checkpoint
-        from mesh_transformer.runtime.session.weights import recorded_model_of
-
-        values, checkpoint = recorded_model_of(Checkpoint.open(answers.model)), answers.model
+    values, checkpoint = shapes.trained(answers.model)
     model = parse_config({"model": values}).model
     seq = min(model.seq, _TUNE_SEQ) if data.record_tokens is None else data.record_tokens - 1
     in_data = data.tokens(BYTES_PER_TOKEN if model.n_vocab > _BYTES_VOCAB else 1.0)
@@ -240,7 +271,7 @@ def _placed(case: _Case, sequences: int) -> Placed:
     """The placement of a step of `sequences` on the machine.
 
     Raises:
-        _TooSmall: the model does not fit.
+        Refusal: the model does not fit.
     """
     draft = case.draft(sequences)
     placed = case.machine.place(draft)
@@ -248,9 +279,7 @@ def _placed(case: _Case, sequences: int) -> Placed:
         # bfloat16 moments halve the optimizer's state; a model that the user chose stays as large
         placed = case.machine.place({**draft, "optimizer": {"moments_dtype": "bfloat16"}})
     if placed is None:
-        remedies = case.machine.remedies(draft)
-        would = f"; it would with {' or '.join(remedies)}" if remedies else ""
-        raise _TooSmall(f"{_described(case)} does not fit {case.machine.name}{would}")
+        raise Refusal(f"{_described(case)} does not fit {case.machine.name}", "model" if case.sized else "hardware")
     return placed
 
 
@@ -258,19 +287,26 @@ def _check(case: _Case, in_budget: float, steps: int, step_tokens: int, step_s: 
     """Refuse a budget that is too small for the model.
 
     Raises:
-        _TooSmall: it is too small.
+        Refusal: it is too small.
     """
     # a size that is asked for may have fewer tokens than the rule says; the head of the config says so
     needed = _FEWEST_STEPS * step_tokens if case.sized else min(case.enough, case.most_tokens or math.inf)
     if in_budget < needed:
         hours = math.ceil(needed / step_tokens) * step_s / 3600
-        why = f" ({rule.TOKENS_PER_PARAMETER} for each parameter)" if needed == case.enough and not case.sized else ""
-        raise _TooSmall(
-            f"the budget is too small: {_described(case)} needs {_number(needed)} tokens{why}, which take "
-            f"{hours:,.2g} hours on {case.machine.name}: give a larger --budget or faster hardware"
+        # the next measurement may be slower
+        larger = _hours(_MARGIN * hours) if case.answers.budget.tokens is None else f"{math.ceil(needed / 1e3)}k"
+        raise Refusal(
+            f"the budget is too small: {_described(case)} needs {_number(needed)} tokens, which take "
+            f"{_hours(hours)} on {case.machine.name}",
+            "budget",
+            options_to_add("--budget", larger),
         )
     if steps < _FEWEST_STEPS:
-        raise _TooSmall(f"the data is too small: {case.data.path} gives {steps} steps; {_FEWEST_STEPS} are needed")
+        raise Refusal(
+            f"the data is too small: {case.data.path} gives {plural(steps, 'step')}; {_FEWEST_STEPS} are needed",
+            "data",
+            "more data",
+        )
 
 
 def _completed(case: _Case, placed: Placed, steps: int, step_tokens: int, name: str) -> Grouped:
@@ -301,6 +337,11 @@ def _completed(case: _Case, placed: Placed, steps: int, step_tokens: int, name: 
         "checkpoint": {"model_dir": f"runs/{name}", "ckpt_every": min(_LONGEST_BETWEEN, math.ceil(steps / _SAVES))},
         "logging": {"name": name},
     }
+
+
+def _hours(hours: float) -> str:
+    """A time as `answers.budget` reads it, rounded up."""
+    return f"{max(1, math.ceil(60 * hours))}min" if hours < 1 else f"{math.ceil(10 * hours) / 10:g}h"
 
 
 def _described(case: _Case) -> str:

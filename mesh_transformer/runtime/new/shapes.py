@@ -50,6 +50,10 @@ SHAPES = (
     Shape("13B", 40, 5120, 40),
 )
 SIZES = {shape.name.lower(): shape for shape in SHAPES}
+PRETRAINED = {"6b": "hf://EleutherAI/gpt-j-6b"}
+"""The checkpoints that a size names in a fine-tuning. EleutherAI's copy of the original's weights."""
+GPT2_VOCAB = 50400
+"""The size of the vocabulary of GPT-2's tokenizer, in the config of 2021."""
 SEPARATOR = ":"
 # a family with routed experts has required fields that a shape lacks
 DENSE = tuple(
@@ -91,6 +95,34 @@ def parse(text: str) -> ModelChoice:
     if size.lower() not in SIZES:
         raise UserError(f"model {text!r}: unknown size; known are {', '.join(shape.name for shape in SHAPES)}")
     return ModelChoice(family, SIZES[size.lower()])
+
+
+class TrainedModel(NamedTuple):
+    """A model to tune: the config group `model`, and the checkpoint."""
+
+    values: Values
+    checkpoint: str
+
+
+def trained(text: str) -> TrainedModel:
+    """The model that a checkpoint records, or that a size names.
+
+    Raises:
+        UserError: there is no such checkpoint, or it does not record its model; or the size names no checkpoint.
+    """
+    size = text.strip().lower()
+    if size in PRETRAINED:
+        return TrainedModel(model_values("gptj", SIZES[size], GPT2_VOCAB, None), PRETRAINED[size])
+    if size in SIZES:
+        raise UserError(
+            f"model {text}: to tune, name a checkpoint or hf://ORG/NAME; the size {' or '.join(PRETRAINED)} alone "
+            "names GPT-J's"
+        )
+    # it reads tensors' names with JAX
+    from mesh_transformer.checkpoint.open import Checkpoint
+    from mesh_transformer.runtime.session.weights import recorded_model_of
+
+    return TrainedModel(recorded_model_of(Checkpoint.open(text.strip())), text.strip())
 
 
 def model_values(family: str, shape: Shape, n_vocab: int, seq: int | None) -> Values:

@@ -21,7 +21,6 @@ from mesh_transformer.estimate.prediction import (
 from mesh_transformer.estimate.programs import COMPILER_FAILED, default_folder
 from mesh_transformer.estimate.search import remedies, search
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
-from mesh_transformer.estimate.tpus import INSTALL_LIBTPU, has_libtpu
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.preflight import report
 from mesh_transformer.runtime.preflight.model import config_of
@@ -63,10 +62,10 @@ class PreflightOptions:
 def run(config_path: str | None, overrides: Sequence[str], options: PreflightOptions) -> int:
     """Run preflight.py. Returns 0 if something fits each target, else 1.
 
-    Without libtpu the training step on a TPU slice is judged by the closed form: nothing is compiled.
+    Without its compiler the training step on a target is judged by the closed form: nothing is compiled.
 
     Raises:
-        UserError: an option or the config cannot be used, or a compiler is not installed.
+        UserError: an option or the config cannot be used, or a compiler is not installed that an option needs.
     """
     logs.set_up()
     _check(options)
@@ -75,20 +74,22 @@ def run(config_path: str | None, overrides: Sequence[str], options: PreflightOpt
     config = _config(config_path, overrides, options)
     targets = [*map(tpu_target, options.tpu), *map(gpu_target, options.gpu)]
     targets = targets or [tpu_target(name) for name in DEFAULT_SLICES]
-    if any(map(_by_formula, targets)):
+    missing = sorted({missing for target in targets if (missing := target.missing_compiler)})
+    if missing:
+        needs = f"which needs {' and '.join(missing)}"
         if options.serve:
-            raise UserError(f"--serve compiles the server's programs, which needs libtpu: {INSTALL_LIBTPU}")
+            raise UserError(f"--serve compiles the server's programs, {needs}")
         if options.op_table is not None:
-            raise UserError(
-                f"--op-table lists the operations of compiled programs, which needs libtpu: {INSTALL_LIBTPU}"
-            )
-        log.warning("%s", report.ONLY_FORMULA)
+            raise UserError(f"--op-table lists the operations of compiled programs, {needs}")
+        log.warning("%s", report.only_formula(missing))
     if options.op_table is not None:
         _make_folder(options.op_table)
     plan = [(target, _cases(config, target, options)) for target in targets]
     total = sum(min(len(cases), options.compile) for _, cases in plan) * (2 if options.serve else 1)
     costs = report.Costs(options.steps or config.optimizer.total_steps, options.price)
-    progress = logs.Progress("estimating" if all(map(_by_formula, targets)) else "compiling", total, unit="program")
+    progress = logs.Progress(
+        "estimating" if all(target.missing_compiler for target in targets) else "compiling", total, unit="program"
+    )
     predictions: list[list[Prediction]] = []
     done = 0
     for target, cases in plan:
@@ -181,7 +182,7 @@ def _predictions(
     left = options.compile
     for number, (config, changes) in enumerate(cases, 1):
         table = _op_table(target, number, options)
-        if _by_formula(target):
+        if target.missing_compiler:
             yield estimate_training(config, target, changes)
             left -= 1
         elif options.serve:
@@ -198,10 +199,6 @@ def _op_table(target: Target, number: int, options: PreflightOptions) -> OpTable
     """The files of the tables of one case of a target."""
     folder = options.op_table
     return None if folder is None else lambda program: Path(folder, f"{target.name}-{program}-{number}.tsv")
-
-
-def _by_formula(target: Target) -> bool:
-    return target.accelerator.is_tpu and not has_libtpu()
 
 
 def _remedies(config: Config, target: Target) -> list[str]:

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mesh_transformer.errors import plural
+from mesh_transformer.errors import plural, set_options
 from mesh_transformer.estimate.prediction import FORMULA, FORMULA_MEMORY, FORMULA_TIME, Prediction
 from mesh_transformer.estimate.programs import COMPILER_FAILED
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import PARTS
-from mesh_transformer.estimate.tpus import INSTALL_LIBTPU
 
 _HEAD = (
     "slice",
@@ -26,11 +25,6 @@ _HEAD = (
     "MFU",
     "days",
     "cost",
-)
-ONLY_FORMULA = (
-    "formula only: libtpu is not installed, so nothing is compiled for TPUs; memory is exact to about "
-    f"{FORMULA_MEMORY:.0%}, times to {FORMULA_TIME:.0%} of what the compiler gives. For compiled programs: "
-    f"{INSTALL_LIBTPU}"
 )
 _MARKS = {"roofline": " (roofline)", FORMULA: " (formula)"}
 # parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision
@@ -97,17 +91,26 @@ def print_table(predictions: Sequence[Sequence[Prediction]], targets: Sequence[T
             out(f"\n{row.slice} {row.program}, {gib.name} of a device: {_parts(row.memory_gib, gib, 2)}\n")
             out(f"{row.slice} {row.program}, predicted {seconds.name}: {_parts(row.parts, seconds, 3)}\n")
         if row.best and row.set:
-            out(f"{row.slice}, to use it: {' '.join(f'--set {argument}' for argument in row.set)}\n")
+            out(f"{row.slice}, to use it: {set_options(*row.set)}\n")
         if row.op_table:
             out(f"{row.slice} {row.program}, operations: {row.op_table}\n")
         for note in row.notes:
             out(f"{row.slice} {row.program}, {mesh_text(row.mesh)}: {note}\n")
     formula = [row.estimate == FORMULA for rows in predictions for row in rows]
     if any(formula):
-        out(f"\n{ONLY_FORMULA[0].upper()}{ONLY_FORMULA[1:]} (docs/preflight.md).\n")
+        note = only_formula(sorted({missing for target in targets if (missing := target.missing_compiler)}))
+        out(f"\n{note[0].upper()}{note[1:]} (docs/preflight.md).\n")
     if not all(formula):
         out("\nMemory is the compiler's own count. Times are predictions (docs/preflight.md).\n")
     sys.stdout.flush()
+
+
+def only_formula(missing: Sequence[str]) -> str:
+    """A sentence about predictions without the compilers `missing`."""
+    return (
+        f"formula only, without {' and '.join(missing)}: nothing is compiled; memory is exact to about "
+        f"{FORMULA_MEMORY:.0%}, times to {FORMULA_TIME:.0%} of what the compiler gives"
+    )
 
 
 def advice(target: Target, rows: Sequence[Prediction], remedies: Sequence[str]) -> str:

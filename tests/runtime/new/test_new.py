@@ -2,24 +2,27 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.commands import REPO
 
 from mesh_transformer.commands import new
-from mesh_transformer.config import Config, load_config
+from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.data.records.tfrecords import write_records
 from mesh_transformer.environment import SHIPPED
 from mesh_transformer.errors import UserError, byte_size
 from mesh_transformer.estimate.closed_form import estimate
 from mesh_transformer.estimate.overlap import resolve
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
-from mesh_transformer.runtime.new import answers, machine, rule, shapes
+from mesh_transformer.runtime.new import answers, machine, measure, rule, shapes
+from mesh_transformer.runtime.new.plan import Refusal
 
 # Hoffmann et al. 2022, table 3: parameters, tokens
 CHINCHILLA = [(400e6, 8.0e9), (1e9, 20.2e9), (10e9, 205.1e9), (67e9, 1.5e12)]
@@ -72,16 +75,19 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conf
     """Runs the command, and loads the config that it wrote."""
     monkeypatch.chdir(tmp_path)
     # the compiler takes minutes
-    monkeypatch.setattr(machine, "_compiles", lambda target: False)
+    monkeypatch.setattr(Target, "missing_compiler", "its compiler")
     monkeypatch.setattr(machine, "_measured_flops", lambda: 50e9)
+    # the rate of another machine
+    monkeypatch.setattr(
+        measure, "seconds_per_sequence", lambda config, flops: measure._flops(config, config.seq) / flops
+    )
     records("big", tokens=10**12)
     (tmp_path / "small").mkdir()
     (tmp_path / "small/train.txt").write_text("To be, or not to be. " * 50_000)
     (tmp_path / "small/val.txt").write_text("To be, or not to be. " * 100)
 
     def run(goal: str, model: str, data: str, hardware: str, budget: str, *more: str, name: str = "mine") -> Config:
-        given = ["--goal", goal, "--model", model, "--data", data, "--hardware", hardware, "--budget", budget]
-        assert new.main([name, *given, *more]) == 0
+        assert new.main([name, *options(goal, model, data, hardware, budget), *more]) == 0
         return load_config(f"{name}.json")
 
     return run
@@ -193,17 +199,26 @@ REFUSED = [
     (("tune", "125M", "big", "v3-8", "1h"), "name a checkpoint"),
     (("train", "gptj", "big", "v3-8", "1 week"), "budget '1 week'"),
     (("train", "gptj", "big", "v3-8", "0h"), "budget '0h'"),
-    (("train", "gptj", "big", "v3-8", "1M"), "the budget is too small: .* needs 2.*M tokens .20 for each"),
-    (("train", "gptj", "big", "cpu", "1min"), "which take .* hours on cpu"),
-    (("train", "13B", "big", "v5e-1", "1h"), "does not fit v5e-1; it would with .*v5e-"),
+    (("train", "gptj", "big", "v3-8", "1k"), "the budget is too small: .* needs 10.*k tokens, .* give --budget 11k"),
+    (("train", "70M", "big", "cpu", "1min"), "which take .* on cpu: give --budget .*min or --model gptj:"),
+    (("train", "13B", "big", "v5e-1", "1h"), "does not fit v5e-1: give --model gptj:.* or --hardware v5e-16"),
+    (("train", "6B", "big", "t4", "1h"), "does not fit t4: give --model gptj:1B or --hardware a100"),
+    (("train", "tiny", "few", "cpu", "1h"), "the data is too small: .* gives .* 20 are needed: give more data"),
 ]
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda one: " ".join(one) if isinstance(one, tuple) else "")
 def test_what_is_refused(given: tuple[str, ...], message: str, write: Callable[..., Config]) -> None:
-    with pytest.raises(UserError, match=message):
+    Path("few").mkdir()
+    Path("few/train.txt").write_text("To be, or not to be. " * 10)
+    with pytest.raises(UserError, match=message) as refused:
         write(*given)
     assert not Path("mine.json").exists()
+    if not isinstance(refused.value, Refusal):
+        return
+    # each option that is advised is enough
+    for option, value in re.findall(r"(--\w+) (\S+)", str(refused.value).rpartition(": give ")[2]):
+        write(*given, option, value, name=f"with{option}".replace("--", "_"))
 
 
 def test_a_name_that_exists_is_refused(write: Callable[..., Config]) -> None:
@@ -222,25 +237,122 @@ def test_a_name_that_exists_is_refused(write: Callable[..., Config]) -> None:
 def test_questions_are_asked_until_they_are_answered(
     write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    replies = iter(["teach", "train", "tiny", "small", "v3-9", "cpu", "10min"])
-    monkeypatch.setattr("builtins.input", lambda question: next(replies))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    reply(monkeypatch, "teach", "train", "tine", "tiny", "nowhere", "small", "v3-9", "cpu", "soon", "10min")
     assert new.main(["asked"]) == 0
     shown = capsys.readouterr().out
     assert "goal 'teach': expected train" in shown
+    # at once, not after the last question
+    assert shown.index("model 'tine': unknown") < shown.index("Which data?")
+    assert shown.index("data set not found") < shown.index("On which hardware?")
     assert "hardware 'v3-9': unknown TPU type" in shown
-    assert next(replies, None) is None
     assert load_config("asked.json").logging.name == "asked"
 
 
-def test_the_end_of_the_input_is_one_line(write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(question: str) -> str:
+def reply(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Type lines on a terminal, and then Ctrl-D."""
+    left = iter(lines)
+
+    def read(prompt: str) -> str:
+        for line in left:
+            return line
         raise EOFError
 
-    monkeypatch.setattr("builtins.input", ended)
+    monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    with pytest.raises(UserError, match="no answer for --goal: nothing is written"):
+
+
+def test_empty_lines_take_the_defaults(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    reply(monkeypatch, "", "", "", "", "")
+    monkeypatch.setattr(answers, "attached", lambda: "rtx4090")
+    assert new.main(["asked"]) == 0
+    shown = capsys.readouterr().out
+    for choice in ("train, tune", "tiny, 14M", "tiny_shakespeare", "rtx6000ada", "30min"):
+        assert choice in shown
+    # the prepared data set of this folder
+    assert load_config("asked.json").data.train_set == "big/train.index"
+    head = Path("asked.json").read_text()
+    assert "--goal train --model llama --data big --hardware rtx4090 --budget 6h" in head
+
+
+def test_a_tuning_offers_the_newest_run(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    Path("runs/before/step_1").mkdir(parents=True)
+    reply(monkeypatch, "tune", "")
+    with pytest.raises(UserError):
         new.main(["asked"])
+    shown = capsys.readouterr().out
+    assert "; here: runs/before" in " ".join(shown.split())
+    # as the folder is empty
+    assert "no checkpoint in runs/before" in shown or "runs/before/step_1" in shown
+
+
+def test_what_does_not_fit_is_asked_again(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    reply(monkeypatch, "70M")
+    assert new.main(["mine", *options("train", "13B", "big", "v5e-1", "24h")]) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit v5e-1: give --model gptj:" in shown
+    assert load_config("mine.json").model.layers == 6
+
+
+def test_the_end_of_the_input_keeps_the_answers(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    reply(monkeypatch, "train", "llama:tiny")
+    with pytest.raises(UserError, match="no answer for --data: nothing is written"):
+        new.main(["asked", "--price", "2"])
+    command = "mesh-transformer new asked --goal train --model llama:tiny --price 2"
+    assert capsys.readouterr().out.splitlines()[-1] == f"To go on: {command}"
+
+
+def test_ctrl_c_keeps_the_answers(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        new.main(["asked", "--goal", "train"])
+    assert capsys.readouterr().out.splitlines()[-1] == "To go on: mesh-transformer new asked --goal train"
+
+
+def test_a_mistake_in_an_option_is_told_before_a_question(write: Callable[..., Config]) -> None:
+    with pytest.raises(UserError, match="data set not found"):
+        new.main(["mine", "--data", "nowhere"])
+    with pytest.raises(UserError, match="unknown; give a family"):
+        new.main(["mine", "--goal", "train", "--model", "gptk"])
+
+
+def test_the_time_of_a_step_is_that_of_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(guess: float, *steps: float) -> float:
+        """The time of a sequence, if the steps take so long."""
+        # read before and after each step
+        times = iter(np.cumsum([value for step in steps for value in (0, step)]))
+        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(times))))
+        return measure.seconds_per_sequence(config, guess)
+
+    model = {"layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 128, "pe_rotary_dims": 8}
+    config = parse_config({"model": model, "data": {"batch_size": 8}})
+    # the first step compiles; the median of the others, of eight sequences
+    assert seconds(1e12, 9, 2, 1, 1.5) == 1.5 / 8
+    # a step that takes minutes, by the guess: one of the first 64 tokens of a sequence
+    assert 12 < seconds(1e3, 9, 6) < 15
+
+
+def options(goal: str, model: str, data: str, hardware: str, budget: str) -> list[str]:
+    return ["--goal", goal, "--model", model, "--data", data, "--hardware", hardware, "--budget", budget]
+
+
+def test_cards_have_other_names(write: Callable[..., Config]) -> None:
+    config = write("train", "70M", "big", "RTX 4090", "1h")
+    assert "on rtx4090" in Path("mine.json").read_text()
+    assert config.data.batch_size
 
 
 def test_without_a_terminal_the_answers_are_options(write: Callable[..., Config]) -> None:

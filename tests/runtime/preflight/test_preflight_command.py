@@ -69,7 +69,7 @@ def preflight(
     [
         ({"tpu": ["v3-7"]}, "unknown TPU type 'v3-7'"),
         ({"tpu": ["h200"]}, "unknown TPU type 'h200'"),
-        ({"gpu": ["b200"]}, "unknown GPU 'b200': expected one of a100, h100, h200"),
+        ({"gpu": ["b200"]}, "unknown GPU 'b200' .did you mean h200..: expected one of a100, h100, h200, t4"),
         ({"compile": 0}, "--compile 0: expected a whole number, 1 or more"),
         ({"steps": -1}, "--steps -1"),
         ({"slots": 0}, "--slots 0"),
@@ -158,7 +158,7 @@ def test_by_formula(preflight, repo, messages):
     assert sum(row["memory_gib"].values()) == pytest.approx(row["peak_gib"], rel=1e-3)
     assert set(row["memory_gib"]) == {"parameters", "moments", "weights", "gradients", "activations"}
     assert row["cost"] == pytest.approx(24 * row["days"] * 4 * 1.1, rel=1e-3)
-    assert "formula only: libtpu is not installed" in messages[-1]
+    assert "formula only, without libtpu (pip install" in messages[-1]
     assert "pip install -e '.[tpu]'" in messages[-1]
 
 
@@ -339,7 +339,8 @@ def test_tables_of_operations(preflight, tmp_path):
     assert all((tmp_path / row["op_table"]).exists() for row in served)
 
 
-def test_a_folder_that_cannot_be_made(preflight, tmp_path):
+def test_a_folder_that_cannot_be_made(preflight, tmp_path, monkeypatch):
+    monkeypatch.setattr(Target, "missing_compiler", None)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--op-table file/tables: Not a directory; give a folder"):
         preflight(gpu=["h200"], op_table="file/tables")
@@ -376,6 +377,12 @@ def test_a_gpu(preflight):
     any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
     reason="JAX's CUDA plugin is installed",
 )
-def test_without_the_compiler_for_gpus(preflight):
-    with pytest.raises(UserError, match=r"needs JAX's CUDA plugin: pip install -e '\.\[gpu-target\]'"):
-        preflight(gpu=["h200"])
+def test_without_the_compiler_for_gpus_the_closed_form_judges(preflight, messages):
+    code, rows = preflight(gpu=["h200", "RTX 4090", "mi300x"])
+    assert code == 0
+    assert [(row["slice"], row["estimate"]) for row in rows] == [
+        ("h200", "formula"), ("rtx4090", "formula"), ("mi300x", "formula"),
+    ]  # fmt: skip
+    assert "formula only, without JAX's CUDA plugin (pip install -e '.[gpu-target]'" in messages[-1]
+    with pytest.raises(UserError, match="--serve compiles the server's programs, which needs JAX's CUDA plugin"):
+        preflight(gpu=["h200"], serve=True)

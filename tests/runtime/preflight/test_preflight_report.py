@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mesh_transformer.estimate.prediction import Prediction
-from mesh_transformer.estimate.target import tpu_target
+from mesh_transformer.estimate.target import Target, tpu_target
 from mesh_transformer.runtime.preflight import report
 from mesh_transformer.runtime.preflight.report import Costs
 
@@ -64,13 +64,14 @@ def test_a_table_with_days_and_cost(capsys):
     assert "v3-8 dp 8: Ran out of memory" in text
 
 
-def test_a_table_by_formula(capsys):
+def test_a_table_by_formula(capsys, monkeypatch):
     """Each time is marked, and the last line says what to install; beside compiled rows, both lines stand."""
+    monkeypatch.setattr(Target, "missing_compiler", "libtpu (pip install -e '.[tpu]')")
     formula = dataclasses.replace(FITS, estimate="formula")
     report.print_table([[formula]], [TARGET], Costs(21600, None))
     text = capsys.readouterr().out
     assert "4 s (formula)" in text
-    assert text.splitlines()[-1].startswith("Formula only: libtpu is not installed")
+    assert text.splitlines()[-1].startswith("Formula only, without libtpu (pip install")
     assert "pip install -e '.[tpu]'" in text
     assert "the compiler's own count" not in text
     report.print_table([[formula], [FITS]], [TARGET, TARGET], Costs(21600, None))
