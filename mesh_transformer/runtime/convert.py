@@ -378,5 +378,6 @@ def _check_shards(shards_out: int | None, overrides: Sequence[str], format: str,
         raise UserError("--shards-out and --set mesh.tp set the same value: give only one of them")
     if format == NATIVE and prompt is None:
         raise UserError(
-            f"--shards-out {shards_out}: a native checkpoint has no shards: omit it, or give --format classic"
+            f"--shards-out {shards_out}: a native checkpoint has no shards: omit it, or give "
+            f"{options_to_add('--format', 'classic')}"
         )

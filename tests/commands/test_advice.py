@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 import shutil
+import socket
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from support.commands import write_run
 from mesh_transformer import commands, errors, files, host_memory, logs, platforms
 from mesh_transformer.config import load
 from mesh_transformer.runtime import cli
+from mesh_transformer.runtime.serving import start as serving
 from mesh_transformer.runtime.training import run_folder
 
 PACKAGE = Path(errors.__file__).parent
@@ -90,6 +92,15 @@ def without_credentials(patch: pytest.MonkeyPatch) -> None:
 
 def wide_file(_: pytest.MonkeyPatch) -> None:
     Path("wide.json").write_text(json.dumps({**FLAT, "d_model": 64}))
+
+
+def stopped_server(patch: pytest.MonkeyPatch) -> None:
+    """A server that ends as soon as it could answer."""
+
+    async def until_signal(_: serving.Service) -> bool:
+        return True
+
+    patch.setattr(serving, "_until_signal", until_signal)
 
 
 def bad_defaults(_: pytest.MonkeyPatch) -> None:
@@ -171,6 +182,10 @@ CASES = {
     "an output without a tokenizer": Case(
         "runtime/convert.py _own_tokenizer", "to-hf --input-ckpt tokenized --output-path out{n}", code=0
     ),
+    "shards of a native checkpoint": Case(
+        "runtime/convert.py _check_shards", "reshard --ckpt run --out out/step_1 --format native --shards-out 1"
+    ),
+    "a port in use": Case("runtime/serving/start.py bind", "serve --ckpt run --port {port}", prepare=stopped_server),
     "shards for other devices": Case(
         "runtime/convert.py _check_devices", "reshard --ckpt run --prompt a --shards-out 3"
     ),
@@ -276,13 +291,15 @@ def run(words: list[str], patch: pytest.MonkeyPatch) -> int:
 def test_advice_is_pasted(name, advice, monkeypatch, caplog, capsys):
     case = CASES[name]
     case.prepare(monkeypatch)
-    assert run(shlex.split(case.command.format(n=1)), monkeypatch) == case.code, capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        first = case.command.format(n=1, port=busy.getsockname()[1])
+        assert run(shlex.split(first), monkeypatch) == case.code, capsys.readouterr().err
     options = [words for place, words in advice if place == case.place]
     assert options, advice
     shown = capsys.readouterr().err + caplog.text
     assert shlex.join(options[case.nth]) in shown
     advice.clear()
-    again = [*shlex.split(case.command.format(n=2)), *options[case.nth]]
+    again = [*shlex.split(case.command.format(n=2, port=1)), *options[case.nth]]
     assert run(again, monkeypatch) == 0, capsys.readouterr().err
     # the same advice is not given again
     assert options[case.nth] not in [words for place, words in advice if place == case.place]

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,32 @@ def test_a_misspelt_option_is_named_before_one_that_is_missing(
 def test_the_beginning_of_an_option_is_enough(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UserError, match="no such file"):
         commands.main(["train", "--conf", "absent.json"])
+
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from mesh_transformer.data.tokens.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])",
+        "from mesh_transformer.data.tokens.byte_tokenizer import bytes_of_characters; bytes_of_characters()",
+    ],
+)
+def test_the_absence_of_torch_is_not_told(program: str, texts: Path, repo: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT_TORCH + program, str(texts / "gpt2_tokenizer")]
+    ended = subprocess.run(words, cwd=repo, capture_output=True, text=True, check=True)
+    assert ended.stdout + ended.stderr == ""
 
 
 def test_the_cached_data_sets_of_an_earlier_version_are_moved_once(

@@ -1,8 +1,10 @@
 """A tokenizer without a vocabulary: a token is a byte."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 EOT_TEXT = "<|endoftext|>"
 
@@ -64,9 +66,22 @@ class ByteTokenizer:
         }
 
 
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Silence the warning of transformers' first import that PyTorch is missing."""
+    before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+
+
 @functools.cache
 def bytes_of_characters() -> dict[str, int]:
     """The byte that each character stands for in the token names of byte-level vocabularies, such as GPT-2's."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    with without_advice():
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mesh_transformer import files, hub
 from mesh_transformer.data.tokens import token_ids
-from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT, ByteTokenizer, bytes_of_characters
+from mesh_transformer.data.tokens.byte_tokenizer import EOT_TEXT, ByteTokenizer, bytes_of_characters, without_advice
 from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
@@ -269,20 +269,8 @@ def _download(name: str) -> str:
         raise UserError(f"tokenizer {name!r} is no folder here: {error}; {_WAY_OUT}") from error
 
 
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence the warning of transformers' first import that PyTorch is missing."""
-    before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = before or "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-
-
 def _from_folder(folder: str, name: str) -> HubTokenizer:
-    with _without_advice():
+    with without_advice():
         import transformers
 
     if not has_tokenizer(folder):

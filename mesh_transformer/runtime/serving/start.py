@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import functools
 import ipaddress
 import logging
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp
 from mesh_transformer import hub, logs, platforms
 from mesh_transformer.checkpoint.open import Checkpoint, split_step
 from mesh_transformer.config import Config
-from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
+from mesh_transformer.errors import RunError, UserError, options_to_add, out_of_memory, plural
 from mesh_transformer.gguf.parts import stem
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.accept import SPARE_CONNECTIONS, Server, raise_file_limit
@@ -250,8 +251,10 @@ def bind(host: str, port: int) -> socket.socket:
     # a host name that DNS cannot contain raises UnicodeError
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        message = f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
-        raise UserError(message) from error
+        advice = "choose another with --host and --port"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            advice = f"choose another --port; {options_to_add('--port', '0')} takes any free one"
+        raise UserError(f"cannot listen on {host} port {port} ({reason}): {advice}") from error
 
 
 def served_name(config: Config, config_path: str | None, checkpoint: Checkpoint) -> str:
