@@ -231,7 +231,7 @@ def ask(name: str, texts: Texts) -> str:
     """
     question = QUESTIONS[name]
     choices, default = question.choices(texts), question.default(texts)
-    sys.stdout.write(f"{question.text}\n{textwrap.fill(choices, _WIDTH, break_on_hyphens=False)}\n")
+    sys.stdout.write(f"\n{question.text}\n{textwrap.fill(choices, _WIDTH, break_on_hyphens=False)}\n")
     while True:
         try:
             text = input(f"[{default}] > " if default else "> ").strip() or default

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mesh_transformer.config import parse_config
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, did_you_mean
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.base import ModelConfig
 
@@ -86,14 +86,16 @@ def parse(text: str) -> ModelChoice:
         family, size = "gptj", family
     if family not in DENSE:
         experts = " (it has experts, whose numbers no size gives: begin with configs/moe_1B_A300M.json)"
+        near = did_you_mean(family, (*DENSE, *SIZES)) if family not in FAMILIES else experts
         raise UserError(
-            f"model {text!r}: unknown{experts if family in FAMILIES else ''}; give a family ({', '.join(DENSE)}), a "
+            f"model {text!r}: unknown{near}; give a family ({', '.join(DENSE)}), a "
             f"size ({', '.join(shape.name for shape in SHAPES)}), or both, such as llama{SEPARATOR}350M"
         )
     if not size:
         return ModelChoice(family, None)
     if size.lower() not in SIZES:
-        raise UserError(f"model {text!r}: unknown size; known are {', '.join(shape.name for shape in SHAPES)}")
+        near = did_you_mean(size, SIZES)
+        raise UserError(f"model {text!r}: unknown size{near}; known are {', '.join(shape.name for shape in SHAPES)}")
     return ModelChoice(family, SIZES[size.lower()])
 
 

@@ -89,7 +89,8 @@ def _head(plan: RunPlan, command: str, price: float | None) -> Iterator[str]:
 
 def _time(plan: RunPlan, price: float | None) -> str:
     of_chips = plan.chips * plan.hours
-    steps = f"{plan.steps:,} steps of {plan.placed.step_s:.3g} s, {_short(plan.hours)} hours"
+    duration = f"{_short(plan.hours)} hours" if plan.hours >= 1 else f"{60 * plan.hours:.3g} minutes"
+    steps = f"{plan.steps:,} steps of {plan.placed.step_s:.3g} s, {duration}"
     cost = "" if plan.answers.hardware == CPU else f", {_short(of_chips)} chip hours"
     cost += "" if price is None else f", which cost {of_chips * price:,.2f}"
     return f"Predicted by {plan.placed.source}: {steps}{cost}. Compilation, validations and saves are not in it."

@@ -193,7 +193,7 @@ REFUSED = [
     (("train", "gptj", "big", "rtx", "1h"), "a100 or h100 or h200"),
     (("train", "gptj", "nowhere", "v3-8", "1h"), "data set not found"),
     (("train", "gptj", "hf://datasets/a/b", "v3-8", "1h"), "prepare it first"),
-    (("train", "gptk", "big", "v3-8", "1h"), "unknown; give a family"),
+    (("train", "gptk", "big", "v3-8", "1h"), "unknown .did you mean gptj..; give a family"),
     (("train", "mixtral", "big", "v3-8", "1h"), "it has experts"),
     (("train", "llama:7B", "big", "v3-8", "1h"), "unknown size"),
     (("tune", "125M", "big", "v3-8", "1h"), "name a checkpoint"),
@@ -325,7 +325,7 @@ def test_ctrl_c_keeps_the_answers(
 def test_a_mistake_in_an_option_is_told_before_a_question(write: Callable[..., Config]) -> None:
     with pytest.raises(UserError, match="data set not found"):
         new.main(["mine", "--data", "nowhere"])
-    with pytest.raises(UserError, match="unknown; give a family"):
+    with pytest.raises(UserError, match="unknown .did you mean gptj..; give a family"):
         new.main(["mine", "--goal", "train", "--model", "gptk"])
 
 
@@ -340,7 +340,7 @@ def test_the_time_of_a_step_is_that_of_real_steps(monkeypatch: pytest.MonkeyPatc
     model = {"layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 128, "pe_rotary_dims": 8}
     config = parse_config({"model": model, "data": {"batch_size": 8}})
     # the first step compiles; the median of the others, of eight sequences
-    assert seconds(1e12, 9, 2, 1, 1.5) == 1.5 / 8
+    assert seconds(1e12, 9, 2, 1, 1.5, 1.5) == 1.5 / 8
     # a step that takes minutes, by the guess: one of the first 64 tokens of a sequence
     assert 12 < seconds(1e3, 9, 6) < 15
 
