@@ -63,7 +63,7 @@ class DataConfig(ConfigGroup):
     restart: Switch = False
     """a resumed run reads the training data from the beginning instead of from where it stopped"""
     read_by: Literal["host", "driver"] = "host"
-    """what reads train_set under train.py: each host reads its own share, or the driver reads all and streams it to the
+    """what reads train_set under `drive`: each host reads its own share, or the driver reads all and streams it to the
     hosts"""
     seed: CountOrZero = 0
     """seed of the shuffling"""

@@ -72,7 +72,7 @@ class MeshConfig(ConfigGroup):
     """when the replicas of dp sum their gradients: per microbatch, each layer as soon as its gradient is known, or once
     a step, in float32. zero1 needs per_microbatch"""
     tpu_size: Devices | None = None
-    """cores of the slice that train.py --tpu creates; ignored elsewhere"""
+    """cores of the slice that `mesh-transformer drive --tpu` creates; ignored elsewhere"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class LoggingConfig(ConfigGroup):
 
 
 class ClusterConfig(ConfigGroup):
-    """How train.py watches its workers. These fields have no effect without a driver."""
+    """How `mesh-transformer drive` watches its workers. These fields have no effect without a driver."""
 
     step_limit: Seconds = 20.0
     """seconds by which a step may exceed the slowest recent step before it counts as hung; also the longest silence in
