@@ -5,7 +5,7 @@ memory the compiler of libtpu 0.0.42, which names it when it refuses a program. 
 center network bandwidth" of these pages; the pages of v2, v3 and v4 do not give it. A torus of two dimensions is closed
 in a whole pod. A torus of three dimensions is closed in slices whose sides are multiples of 4. A v2, v3 or v7x chip is
 two JAX devices, which share its links. The source of a GPU stands above its row. Its rate is that of bfloat16 with sums
-in float32, without sparsity. Its usable memory is what the driver leaves.
+in float32, without sparsity. Its usable memory is MEMORY_SHARE of what the driver leaves; of the large cards, more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Accelerator:
     usable_gib: float
     # clock of a TPU core, GHz; 0: a GPU
     clock_ghz: float = 0.0
-    # one direction of a link between neighbouring TPU chips, GB/s; of a GPU, half of one direction of its NVLink
+    # one direction of a link between neighbouring TPU chips, GB/s; of a GPU, half of one direction of its NVLink, of
+    # AMD's Infinity Fabric, or of PCIe
     link_gb_s: float = 0.0
     # JAX devices of a chip
     devices_per_chip: int = 1
@@ -66,33 +67,40 @@ ACCELERATORS = {
         Accelerator("h100", "NVIDIA H100 80GB HBM3", 989, 3350, 78.0, link_gb_s=225),
         Accelerator("h200", "NVIDIA H200", 989, 4800, 139.0, link_gb_s=225),
         # data sheet of T4. Turing has no units for bfloat16: XLA computes in float32
-        Accelerator("t4", "Tesla T4", 8.1, 320, 14.3),
+        Accelerator("t4", "Tesla T4", 8.1, 320, 13.8, link_gb_s=8),
         # data sheet of L4: 242 TFLOP/s with sparsity
-        Accelerator("l4", "NVIDIA L4", 121, 300, 21.7),
+        Accelerator("l4", "NVIDIA L4", 121, 300, 20.9, link_gb_s=16),
         # data sheet of A10
-        Accelerator("a10", "NVIDIA A10", 125, 600, 21.7),
+        Accelerator("a10", "NVIDIA A10", 125, 600, 20.9, link_gb_s=16),
         # GA102 white paper, appendix A
-        Accelerator("rtx3090", "NVIDIA GeForce RTX 3090", 71, 936, 23.2),
+        Accelerator("rtx3090", "NVIDIA GeForce RTX 3090", 71, 936, 22.5, link_gb_s=16),
         # Ada white paper, appendix A
-        Accelerator("rtx4090", "NVIDIA GeForce RTX 4090", 165.2, 1008, 23.2),
+        Accelerator("rtx4090", "NVIDIA GeForce RTX 4090", 165.2, 1008, 22.4, link_gb_s=16),
         # RTX Blackwell white paper, appendix A
-        Accelerator("rtx5090", "NVIDIA GeForce RTX 5090", 209.5, 1792, 30.9),
+        Accelerator("rtx5090", "NVIDIA GeForce RTX 5090", 209.5, 1792, 29.8, link_gb_s=32),
         # data sheet of RTX 6000 Ada: a quarter of 1,457 TFLOP/s, which are of 8 bits with sparsity
-        Accelerator("rtx6000ada", "NVIDIA RTX 6000 Ada Generation", 364.2, 960, 47.0),
+        Accelerator("rtx6000ada", "NVIDIA RTX 6000 Ada Generation", 364.2, 960, 45.1, link_gb_s=16),
         # data sheet of AMD Instinct MI300X. JAX runs on it with ROCm (pip install "jax[rocm7-local]")
-        Accelerator("mi300x", "AMD Instinct MI300X", 1307.4, 5300, 190.0),
+        Accelerator("mi300x", "AMD Instinct MI300X", 1307.4, 5300, 182.0, link_gb_s=224),
     )
 }
 """By name. The device kind of v5p is the beginning of v5e's: `of_device` takes the longest that matches."""
 
 
+MEMORY_SHARE = "0.95"
+"""XLA_PYTHON_CLIENT_MEM_FRACTION with which a program gets the usable memory of a GPU. By default, JAX takes 0.75."""
 GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
 
 
 def gpu_name(text: str) -> str | None:
-    """The name in GPUS of a GPU as people write it, such as `RTX 4090` or `4090`; None: it is not in the table."""
-    name = re.sub(r"nvidia|amd|geforce|instinct|[\s_-]", "", text.lower())
-    return next((known for known in GPUS if name in (known, known.removeprefix("rtx"))), None)
+    """The name in GPUS of a GPU as people or its driver write it, such as `RTX 4090`, `4090` or `Tesla T4`; None: it is
+    not in the table."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"nvidia|amd|geforce|instinct|tesla|generation|[\s_-]", "", name.lower())
+
+    names = {name: (name, name.removeprefix("rtx"), plain(ACCELERATORS[name].device_kind)) for name in GPUS}
+    return next((name for name, spellings in names.items() if plain(text) in spellings), None)
 
 
 def of_device(device_kind: str) -> Accelerator | None:

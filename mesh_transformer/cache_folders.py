@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 
 from mesh_transformer.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 def user_cache() -> str:
@@ -33,10 +37,13 @@ def open_data_sets() -> str:
     folder, earlier = data_sets(), os.path.join(user_cache(), "mesh_transformer", "datasets")
     if not os.path.exists(folder):
         os.makedirs(os.path.dirname(folder), exist_ok=True)
-        # another process may have moved it
-        with contextlib.suppress(OSError):
+        try:
             os.rename(earlier, folder)
             os.rmdir(os.path.dirname(earlier))
+        except OSError as error:
+            # there is none, another process has moved it, or other files are beside it
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                log.warning("%s is not moved to %s: %s", earlier, folder, error.strerror)
     os.makedirs(folder, exist_ok=True)
     return folder
 

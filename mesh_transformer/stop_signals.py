@@ -9,9 +9,11 @@ import logging
 import signal
 import sys
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from _typeshed import ReadableBuffer
 
 log = logging.getLogger(__name__)

@@ -76,6 +76,18 @@ def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, versi
         environment.check_python()
 
 
+def test_an_older_python_reaches_the_check(repo: Path) -> None:
+    """What it has not is not imported before."""
+    program = (
+        "import sys, types, typing\n"
+        "older = types.ModuleType('typing')\n"
+        "vars(older).update({name: value for name, value in vars(typing).items() if name != 'Self'})\n"
+        "sys.modules['typing'] = older\n"
+        "import mesh_transformer.runtime.cli, mesh_transformer.commands\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=repo, check=True)
+
+
 def test_the_installation_refuses_an_unsupported_python(repo: Path, tmp_path: Path) -> None:
     for tool in ("bash", "dirname"):
         found = shutil.which(tool)

@@ -52,11 +52,13 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     if not wrong:
         return
     differences = [f"model.{name}: the config has {ours[name]}, the checkpoint {stored[name]}" for name in wrong]
+    # the context is no part of the architecture, and a run may have a shorter one
+    context = ["--set", f"model.seq={expected.seq}"] if expected.seq < found.seq else []
     raise UserError(
         f"{where} does not match this config:",
         *(f"  {difference}" for difference in differences),
-        f"{options_to_add('--ignore-keys', 'model')} takes the checkpoint's model, if --set changes none of these; or "
-        "choose another checkpoint or checkpoint.model_dir",
+        f"{options_to_add('--ignore-keys', 'model', *context)} takes the checkpoint's model, if --set changes none of "
+        "these; or choose another checkpoint or checkpoint.model_dir",
     )
 
 

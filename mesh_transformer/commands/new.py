@@ -20,11 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mesh_transformer.runtime.new.interview import Interview
 
     interview = Interview.of(given)
-    interview.complete()
-    cli.starting()
-    from mesh_transformer.runtime.new import command
+    with interview.kept():
+        interview.complete()
+        cli.starting()
+        from mesh_transformer.runtime.new import command
 
-    return command.run(interview, cli.fields(command.NewOptions, given))
+        return command.run(interview, cli.fields(command.NewOptions, given))
 
 
 def _parser() -> argparse.ArgumentParser:

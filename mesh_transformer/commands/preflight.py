@@ -115,7 +115,7 @@ def _watched(arguments: Sequence[str]) -> int:
     for number in range(_MOST_PROCESSES):
         # a process that is begun anew writes all lines again
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-            before = {each: signal.signal(each, lambda *_: process.terminate()) for each in TERMINATIONS}
+            before = {each: signal.signal(each, lambda got, _: process.send_signal(got)) for each in TERMINATIONS}
             assert process.stdout is not None
             output = process.stdout.read()
         for each, handler in before.items():

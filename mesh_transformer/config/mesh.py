@@ -364,8 +364,7 @@ def check_multiple(size: Size, by_what: str, count: int, also: str, times: int =
     elif size.field.startswith("model."):
         # the sizes of a trained model cannot be set
         allowed = listed(list(map(str, divisors)), most=_LISTED_DIVISORS)
-        pasted = "" if " x " in by_what else f" ({set_options(f'{by_what}={smaller}')})"
-        remedy = f"{by_what} to {allowed}{pasted}, or {size.field} of a new model {change}"
+        remedy = f"{by_what} to {allowed}, or {size.field} of a new model {change}"
     else:
         remedy = f"it {change}, or {by_what} to {smaller}"
     raise UserError(f"{what} is not divisible by {needs} {count}: set {remedy}{also}")

@@ -43,7 +43,7 @@ COMPILE_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 def missing_compiler(name: str) -> str | None:
     """See `Target.missing_compiler`."""
     if name not in _PROPERTIES:
-        return f"{name} itself: JAX compiles for it where it is attached"
+        return f"a compiler for {name}, which JAX has only where one is attached"
     if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         return None
     return "JAX's CUDA plugin (pip install -e '.[gpu-target]' in an environment of its own)"

@@ -36,6 +36,9 @@ class Parser(argparse.ArgumentParser):
     A shell completes the options of a command if `register-python-argcomplete` has set it up.
     """
 
+    # the words of `parse_args`
+    _given: Sequence[str] = ()
+
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
@@ -44,22 +47,22 @@ class Parser(argparse.ArgumentParser):
             import argcomplete
 
             argcomplete.autocomplete(self)
-        self._check_names(sys.argv[1:] if args is None else args)
+        self._given = sys.argv[1:] if args is None else args
         return super().parse_args(args, namespace)
 
-    def _check_names(self, words: Sequence[str]) -> None:
-        """Refuse an option that does not exist and has the name of another one, up to a letter or two. argparse alone
-        tells first which required options are missing."""
-        known = {"--help", *re.findall(r"--[\w-]+", self.format_usage())}
-        for word in itertools.takewhile(lambda word: word != "--", words):
+    def _misspelt(self) -> str:
+        """A message about an option that does not exist and has nearly the name of another one; empty: there is none.
+        It is better than argparse's, which tells first which required options are missing."""
+        known = set(re.findall(r"--[\w-]+", self.format_help()))
+        for word in itertools.takewhile(lambda word: word != "--", self._given):
             name = word.partition("=")[0]
-            if not name.startswith("--") or any(option.startswith(name) for option in known):
-                continue
-            if suggestion := did_you_mean(name, known):
-                self.error(f"no such option: {name}{suggestion}")
+            is_name = re.fullmatch(r"--[\w-]+", name) and not any(option.startswith(name) for option in known)
+            if is_name and (suggestion := did_you_mean(name, known)):
+                return f"no such option: {name}{suggestion}"
+        return ""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {shown(message)}; see {self.prog} --help\n")
+        self.exit(2, f"error: {shown(self._misspelt() or message)}; see {self.prog} --help\n")
 
 
 def parser(description: str, *, needs_config: bool = False) -> argparse.ArgumentParser:
@@ -235,7 +238,8 @@ def starting(config_path: str | None = None, overrides: Sequence[str] = (), *, d
     from mesh_transformer import logs
 
     logs.set_up(logging.DEBUG if debug else logging.INFO)
-    if config_path is not None:
+    # a pipe can be read once
+    if config_path is not None and (os.path.isfile(config_path) or not os.path.exists(config_path)):
         _check_config(config_path, overrides)
     logs.log.info("importing JAX")
 

@@ -2,15 +2,19 @@
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from mesh_transformer import commands, logs
 from mesh_transformer.cache_folders import data_sets, open_data_sets
+from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.training import trainer
 
 
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +55,30 @@ def test_a_mistake_is_told_before_jax_is_imported(
 
 
 @pytest.mark.parametrize(
+    "words", ["train", "serve", "evaluate --tasks piqa", "preflight", "to-hf --input-ckpt a --output-path b"]
+)
+def test_a_bad_config_is_told_by_a_process_without_jax(words: str, repo: Path, tmp_path: Path) -> None:
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax is imported')")
+    name, *more = words.split()
+    command = [sys.executable, "-m", "mesh_transformer", name, "--config", "tiny_shakespear", *more]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, cwd=repo, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 2
+    assert "did you mean tiny_shakespeare?" in ended.stderr
+
+
+def test_a_config_from_a_pipe_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `--config <(command)` of a shell."""
+    os.mkfifo(tmp_path / "pipe")
+    text = (Path(__file__).parents[2] / "configs/tiny_shakespeare.json").read_bytes()
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(text))
+    writer.start()
+    monkeypatch.setattr(trainer, "run", lambda path, *_: load_config(path).model.layers)
+    assert commands.main(["train", "--config", str(tmp_path / "pipe")]) == 4
+    writer.join()
+
+
+@pytest.mark.parametrize(
     ("words", "suggestion"),
     [
         ("train --confg tiny_shakespeare", "--confg (did you mean --config?)"),
@@ -66,6 +94,27 @@ def test_a_misspelt_option_is_named_before_one_that_is_missing(
     assert ended.value.code == 2
     name, *_ = words.split()
     assert capsys.readouterr().err == f"error: no such option: {suggestion}; see mesh-transformer {name} --help\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "drive --config absent --tpu a --tpu-region europe-west4-a",
+        "evaluate --config absent --tasks piqa --tpu_region z --tpu a",
+        "sample --config absent --prompt '--seed money'",
+        "train --config absent --set optimizer.lr=1 --tune-model-pa hf://a/b",
+    ],
+)
+def test_words_that_argparse_takes_are_taken(words: str) -> None:
+    """Other spellings of an option, its beginning, and a value that looks like one."""
+    with pytest.raises(UserError, match="no such file: absent"):
+        commands.main(shlex.split(words))
+
+
+def test_the_options_of_an_action_are_not_those_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(shlex.split("tpu create x --zone z --label a=b"))
+    assert "the following arguments are required: --type" in capsys.readouterr().err
 
 
 def test_the_beginning_of_an_option_is_enough(caplog: pytest.LogCaptureFixture) -> None:

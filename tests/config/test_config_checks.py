@@ -140,17 +140,17 @@ def test_the_advice_for_a_wrong_number_of_devices_works(
     ("sizes", "mesh", "message"),
     [
         ({}, {"tp": 2_000_000_000},
-         "model.n_heads 8 is not divisible by mesh.tp 2000000000: set mesh.tp to 1, 2, 4, 8 (--set mesh.tp=8), or "
+         "model.n_heads 8 is not divisible by mesh.tp 2000000000: set mesh.tp to 1, 2, 4, 8, or "
          "model.n_heads of a new model to 2000000000"),
         ({}, {"fsdp": 2**31 - 1},
-         "model.d_model 64 is not divisible by mesh.fsdp 2147483647: set mesh.fsdp to 1, 2, 4, 8, 16, 32, 64 "
-         "(--set mesh.fsdp=64), or model.d_model of a new model to 2147483647"),
+         "model.d_model 64 is not divisible by mesh.fsdp 2147483647: set mesh.fsdp to 1, 2, 4, 8, 16, 32, 64, "
+         "or model.d_model of a new model to 2147483647"),
         # a prime, whose divisors are the furthest apart
         (
             {"n_heads": 2**31 - 1, "d_head": 2},
             {"tp": 2_000_000_000},
-            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set mesh.tp to 1, 2147483647 "
-            "(--set mesh.tp=1), or model.n_heads of a new model to 2000000000 or 4000000000",
+            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set mesh.tp to 1, 2147483647, "
+            "or model.n_heads of a new model to 2000000000 or 4000000000",
         ),
     ],
 )  # fmt: skip

@@ -86,10 +86,16 @@ class Batching:
         example = record.example(max(MAX_NUMBERS, 4 * (seq + 1)))
         tokens = example.tokens
         if len(tokens) != seq + 1:
+            # a longer one may exceed the context of the model
+            give = (
+                f"give {set_options(f'data.seq={len(tokens) - 1}')}"
+                if len(tokens) <= seq
+                else f"set data.seq to {len(tokens) - 1}"
+            )
+            change = f"{give}, or " if len(tokens) > 1 else ""
             raise UserError(
                 f"{record.place} has {plural(len(tokens), 'token')}, sequences of {seq} need {seq + 1}: "
-                + (f"give {set_options(f'data.seq={len(tokens) - 1}')}, or " if len(tokens) > 1 else "")
-                + f"make the records again with {command('records')} --seq {seq}"
+                + f"{change}make the records again with {command('records')} --seq {seq}"
             )
         if self.n_vocab is not None and tokens.max(initial=0) >= self.n_vocab:
             raise UserError(

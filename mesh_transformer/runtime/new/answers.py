@@ -1,4 +1,4 @@
-"""The five questions of `mesh-transformer new`, and what their answers may be. JAX is not imported."""
+"""The five questions of `mesh-transformer new`, and what their answers may be. Only a checkpoint needs JAX."""
 
 import glob
 import os
@@ -56,7 +56,7 @@ class Question(NamedTuple):
     """A question.
 
     Args:
-        check: raises UserError if an answer is not valid.
+        check: raises UserError if an answer is not valid. A text that it returns is the usual spelling.
         choices: the valid answers, in words.
         default: the answer of an empty line; empty: there is none.
     """
@@ -223,8 +223,20 @@ QUESTIONS = {
 """The question for each field of `Answers`, in the order in which they are asked."""
 
 
+def checked(name: str, text: str, texts: Texts) -> str:
+    """An answer, in its usual spelling.
+
+    Raises:
+        UserError: it is not valid.
+    """
+    if not text.strip():
+        raise UserError(f"--{name}: an answer is needed")
+    spelling = QUESTIONS[name].check(text.strip(), texts)
+    return spelling if isinstance(spelling, str) else text.strip()
+
+
 def ask(name: str, texts: Texts) -> str:
-    """Ask a question on the terminal until its answer is valid.
+    """Ask a question on the terminal until its answer is valid. Returns as `checked`.
 
     Raises:
         UserError: the input ends (Ctrl-D).
@@ -238,10 +250,6 @@ def ask(name: str, texts: Texts) -> str:
         except EOFError as error:
             raise UserError(f"no answer for --{name}: nothing is written") from error
         try:
-            if not text:
-                raise UserError("an answer is needed")
-            question.check(text, texts)
+            return checked(name, text, texts)
         except UserError as error:
             sys.stdout.write(f"{error}\n")
-        else:
-            return text

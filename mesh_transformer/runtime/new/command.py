@@ -42,7 +42,7 @@ def run(interview: Interview, options: NewOptions) -> int:
         raise UserError(f"--price {options.price}: expected the price of a chip for an hour, 0 or more")
     # programs are compiled for devices that are not attached: the devices of this machine stay free
     jax.config.update("jax_platforms", "cpu")
-    with interview.kept(), platforms.CompileCache():
+    with platforms.CompileCache():
         plan = _plan(interview, options.name)
         path = f"{options.name}.json"
         _write(path, text.config_text(plan, interview.command, options.price), options.overwrite)

@@ -37,8 +37,9 @@ class Interview:
         answers.check_name(given.name, given.overwrite)
         texts = {name: value for name in QUESTIONS if (value := getattr(given, name)) is not None}
         for name, text in texts.items():
-            QUESTIONS[name].check(text, texts)
-        return cls(given.name, texts, () if given.price is None else ("--price", f"{given.price:g}"))
+            texts[name] = answers.checked(name, text, texts)
+        price = () if given.price is None else ("--price", f"{given.price:.15g}")
+        return cls(given.name, texts, (*price, *["--overwrite"] * given.overwrite))
 
     @property
     def interactive(self) -> bool:
@@ -67,10 +68,10 @@ class Interview:
     def ask(self, name: str) -> None:
         """Ask a question, again if it has an answer."""
         self._asked = True
-        with self.kept():
-            self.texts[name] = answers.ask(name, self.texts)
-            if name == "goal" and "model" in self.texts:
-                QUESTIONS["model"].check(self.texts["model"], self.texts)
+        self.texts.pop(name, None)
+        self.texts[name] = answers.ask(name, self.texts)
+        if name == "goal" and "model" in self.texts:
+            answers.checked("model", self.texts["model"], self.texts)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

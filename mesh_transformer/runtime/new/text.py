@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from mesh_transformer import environment
+from mesh_transformer.accelerators import GPUS, MEMORY_SHARE
 from mesh_transformer.config import CheckpointConfig
 from mesh_transformer.errors import byte_size, plural
 from mesh_transformer.estimate.prediction import FORMULA_MEMORY
@@ -70,7 +71,11 @@ def next_commands(plan: RunPlan, path: str) -> list[str]:
     judge = [] if kind == CPU else [("preflight", ["--config", path, "--tpu" if "-" in kind else "--gpu", kind])]
     train = ("train", ["--config", path, *tune])
     sample = ("sample", ["--ckpt", plan.grouped["checkpoint"]["model_dir"], "--prompt", "Hello"])
-    return [f"{environment.command_line(name)} {shlex.join(words)}" for name, words in (*judge, train, sample)]
+    lines = {name: f"{environment.command_line(name)} {shlex.join(words)}" for name, words in (*judge, train, sample)}
+    if kind in GPUS:
+        # the prediction has this memory
+        lines["train"] = f"XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_SHARE} {lines['train']}"
+    return list(lines.values())
 
 
 def summary(plan: RunPlan, price: float | None) -> list[str]:

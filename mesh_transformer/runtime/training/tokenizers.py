@@ -1,10 +1,12 @@
 """Compares the tokens of the training data with those of the model from which a fine-tuning starts."""
 
+import contextlib
 from collections.abc import Iterator
 
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.config import DataConfig
 from mesh_transformer.data.records.prepared import Prepared
+from mesh_transformer.data.records.sources import find_source, is_text
 from mesh_transformer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError, set_options
 from mesh_transformer.logs import log
@@ -39,11 +41,15 @@ def _of_data(data: DataConfig, model: str) -> Iterator[tuple[str, str | None, st
     """The tokenizers of the data, other than the model's by name: the name, the fingerprint if it is known, and what to
     do if its ids differ."""
     if data.tokenizer not in (None, model):
-        yield data.tokenizer, None, f"{set_options('data.tokenizer=null')} takes the model's tokenizer"
+        # records stay what they are
+        of_texts = all(map(is_text, data.train_files))
+        advice = f"{set_options('data.tokenizer=null')} takes the model's tokenizer"
+        yield data.tokenizer, None, advice if of_texts else f"make the records again, with --tokenizer {model}"
     for path in data.train_files:
-        prepared = Prepared.beside(path)
-        if prepared.tokenizer not in (None, model, data.tokenizer):
-            yield prepared.tokenizer, prepared.fingerprint, f"prepare {path} again, with --tokenizer {model}"
+        with contextlib.suppress(UserError):
+            prepared = Prepared.beside(find_source(path))
+            if prepared.tokenizer not in (None, model, data.tokenizer):
+                yield prepared.tokenizer, prepared.fingerprint, f"prepare {path} again, with --tokenizer {model}"
 
 
 def _loaded(name: str) -> Tokenizer | None:

@@ -202,7 +202,7 @@ def test_names_are_looked_up_under_data(dataset, monkeypatch, tmp_path_factory):
         (lambda i: i.with_name("a.tfrecords").write_bytes(b"x" * 40), "record 0 at byte 0"),
         (
             lambda i: write_records(str(i.with_name("a.tfrecords")), [np.arange(9)]),
-            "has 9 tokens.*need 5.*--set data.seq=8",
+            "has 9 tokens.*need 5.*set data.seq to 8",
         ),
         (
             lambda i: write_records(str(i.with_name("a.tfrecords")), [np.arange(0)]),

@@ -279,14 +279,16 @@ def test_empty_lines_take_the_defaults(
 def test_a_tuning_offers_the_newest_run(
     write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    Path("runs/before/step_1").mkdir(parents=True)
-    reply(monkeypatch, "tune", "")
-    with pytest.raises(UserError):
+    for time, name in enumerate(["old", "newest", "other"]):
+        Path(f"runs/{name}/step_1").mkdir(parents=True)
+        os.utime(f"runs/{name}", (0, 100 if name == "newest" else time))
+    reply(monkeypatch, "Tune", "")
+    with pytest.raises(UserError, match="no answer for --model"):
         new.main(["asked"])
     shown = capsys.readouterr().out
-    assert "; here: runs/before" in " ".join(shown.split())
-    # as the folder is empty
-    assert "no checkpoint in runs/before" in shown or "runs/before/step_1" in shown
+    assert "; here: runs/newest, runs/other, runs/old" in " ".join(shown.split())
+    # the default is checked too: the folder is empty
+    assert "no checkpoint in runs/newest" in shown
 
 
 def test_what_does_not_fit_is_asked_again(
@@ -304,9 +306,21 @@ def test_the_end_of_the_input_keeps_the_answers(
 ) -> None:
     reply(monkeypatch, "train", "llama:tiny")
     with pytest.raises(UserError, match="no answer for --data: nothing is written"):
-        new.main(["asked", "--price", "2"])
-    command = "mesh-transformer new asked --goal train --model llama:tiny --price 2"
+        new.main(["asked", "--price", "2.75", "--overwrite"])
+    command = "mesh-transformer new asked --goal train --model llama:tiny --price 2.75 --overwrite"
     assert capsys.readouterr().out.splitlines()[-1] == f"To go on: {command}"
+
+
+def test_an_answer_that_was_refused_is_not_kept(
+    write: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    reply(monkeypatch)
+    with pytest.raises(UserError, match="no answer for --model"):
+        new.main(["mine", *options("train", "13B", "big", "V5E-1", "24h")])
+    command = "mesh-transformer new mine --goal train --data big --hardware v5e-1 --budget 24h"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"To go on: {command}"
+    assert sum(line.startswith("To go on") for line in lines) == 1
 
 
 def test_ctrl_c_keeps_the_answers(
@@ -349,9 +363,10 @@ def options(goal: str, model: str, data: str, hardware: str, budget: str) -> lis
     return ["--goal", goal, "--model", model, "--data", data, "--hardware", hardware, "--budget", budget]
 
 
-def test_cards_have_other_names(write: Callable[..., Config]) -> None:
+def test_cards_have_other_names(write: Callable[..., Config], capsys: pytest.CaptureFixture) -> None:
     config = write("train", "70M", "big", "RTX 4090", "1h")
     assert "on rtx4090" in Path("mine.json").read_text()
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 " in capsys.readouterr().out
     assert config.data.batch_size
 
 
