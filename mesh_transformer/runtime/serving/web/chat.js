@@ -1,5 +1,6 @@
 // The mode of chats.
 
+import * as chats from "./chats.js";
 import { at, copy, make } from "./dom.js";
 import { ask, choices, isRunning, run } from "./generation.js";
 import { keep, kept } from "./kept.js";
@@ -7,30 +8,100 @@ import { MarkdownView } from "./markdown.js";
 import { exceedsContext, server } from "./server.js";
 import { body, systemMessage } from "./settings.js";
 import { hideProgress, say } from "./status.js";
+import { split } from "./thoughts.js";
 
 const PATH = "v1/chat/completions";
 const NAMES = { user: "You", assistant: "Model" };
 const DROP = "Drop the oldest messages";
 const log = at("messages"), field = at("message");
-// {role, content, dropped}: a dropped message stays in the page, and is not sent to the model
-let chat = [];
+// the open chat, and its messages: {role, content, dropped}. A dropped message stays in the page, and is not sent to the
+// model
+let open = chats.fresh(), chat = [];
 // the number of the message that is being edited
 let edited = null;
-// the Markdown of each message of the model, so that it is made once
+// the Markdown of each message of the model, so that it is made once, and the element of its thoughts
 const views = new WeakMap();
 // the element of each message, and what it was made from
 const articles = new WeakMap();
 
-const isMessage = message => typeof message?.role === "string" && typeof message.content === "string";
-
 export function restore() {
-  const old = kept("chat");
-  chat = Array.isArray(old) ? old.filter(isMessage) : [];
+  show(chats.restore());
   field.value = kept("draft") ?? "";
-  draw();
 }
 
-const save = () => keep("chat", chat);
+function save() {
+  open = chats.store({ ...open, messages: chat });
+  list();
+}
+
+// The list of chats
+
+function list() {
+  const known = chats.all();
+  if (!known.some(({ id }) => id === open.id)) known.unshift({ ...open, messages: chat });
+  const options = known.map(each => make("option", { value: each.id, textContent: chats.nameOf(each), selected: each.id === open.id }));
+  at("chats").replaceChildren(...options);
+}
+
+// Show a chat, and open it in this tab.
+function show(next) {
+  open = next;
+  chat = next.messages;
+  edited = null;
+  list();
+  draw();
+  toEnd();
+}
+
+function openChat(next) {
+  show(chats.opened(next));
+  hideProgress();
+  field.focus();
+}
+
+function rename(on) {
+  at("naming").hidden = !on;
+  at("shelf").hidden = on;
+  if (!on) return at("chats").focus();
+  at("chat-name").value = chats.nameOf({ ...open, messages: chat });
+  at("chat-name").select();
+}
+
+function named(event) {
+  event.preventDefault();
+  open = { ...open, name: at("chat-name").value.trim() };
+  save();
+  rename(false);
+}
+
+function removeChat() {
+  const before = { ...open, messages: chat };
+  chats.remove(before.id);
+  openChat(chats.all()[0] ?? chats.fresh());
+  say("the chat is deleted", { offers: [["Undo", () => { openChat(chats.store(before)); say(""); }]] });
+}
+
+function exportAll() {
+  const known = chats.all(), here = { ...open, messages: chat };
+  // this tab's copy may be newer, or the browser may have refused to keep it
+  const others = known.filter(({ id }) => id !== open.id);
+  const link = make("a", { href: URL.createObjectURL(chats.toFile([here, ...others])), download: "chats.jsonl" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+async function importFrom(file) {
+  try {
+    const found = await chats.fromFile(file);
+    const refused = found.filter(each => chats.store(each).version === null).length;
+    const kept = found.length - refused;
+    openChat(refused ? open : chats.all()[0]);
+    const words = `${kept} of ${found.length} chats are imported`;
+    say(refused ? words + ": the browser's storage is full" : words, { bad: refused > 0 });
+  } catch (error) {
+    say(error.message, { bad: true });
+  }
+}
 
 function setField(value) {
   field.value = value;
@@ -39,32 +110,52 @@ function setField(value) {
 
 // The elements
 
-function act(name, label) {
+// A button of the message with this number. Its name for a screen reader says which message it is of.
+function act(name, label, number) {
   const button = make("button", { type: "button", textContent: label });
   button.dataset.act = name;
+  button.setAttribute("aria-label", label + ", message " + number);
   return button;
 }
 
 function actions(message, i) {
-  const acts = [act("copy", "Copy"), act("edit", "Edit"), act("delete", "Delete")];
-  if (i === chat.length - 1) acts.push(act("regenerate", message.role === "user" ? "Answer" : "Regenerate"));
-  return make("div", { className: "acts" }, ...acts);
+  const acts = [["copy", "Copy"], ["edit", "Edit"], ["delete", "Delete"]];
+  if (i === chat.length - 1) acts.push(["regenerate", message.role === "user" ? "Answer" : "Regenerate"]);
+  if (i === chat.length - 1 && message.role === "assistant" && message.content.trim()) acts.push(["continue", "Continue"]);
+  return make("div", { className: "acts" }, ...acts.map(([name, label]) => act(name, label, i + 1)));
 }
 
-function editor(message) {
+function editor(message, i) {
   const words = make("textarea", { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1) });
-  words.setAttribute("aria-label", "Edited message");
-  const acts = [act("save", "Save"), act("cancel", "Cancel")];
-  if (message.role === "user") acts.unshift(act("again", "Save and ask again"));
-  return [words, make("div", { className: "acts" }, ...acts)];
+  words.setAttribute("aria-label", "Text of message " + (i + 1));
+  const acts = [["save", "Save"], ["cancel", "Cancel"]];
+  if (message.role === "user") acts.unshift(["again", "Save and ask again"]);
+  return [words, make("div", { className: "acts" }, ...acts.map(([name, label]) => act(name, label, i + 1)))];
 }
 
 function contentOf(message) {
   if (message.role !== "assistant") return make("div", { className: "content" }, make("p", { className: "plain", textContent: message.content }));
-  if (!views.has(message)) views.set(message, new MarkdownView());
+  if (!views.has(message)) views.set(message, new AnswerView());
   const view = views.get(message);
   view.show(message.content);
   return view.element;
+}
+
+// An answer: its thoughts, folded, and its Markdown.
+class AnswerView {
+  constructor() {
+    this.markdown = new MarkdownView();
+    this.thoughts = make("details", { className: "thoughts", hidden: true }, make("summary"), make("p", { className: "plain" }));
+    this.element = make("div", {}, this.thoughts, this.markdown.element);
+  }
+
+  show(text) {
+    const { thoughts, answer, open: unfinished } = split(text);
+    this.thoughts.hidden = !thoughts;
+    this.thoughts.firstChild.textContent = unfinished ? "Thinking …" : "Thoughts";
+    this.thoughts.lastChild.textContent = thoughts;
+    this.markdown.show(answer);
+  }
 }
 
 function articleOf(message, i, complete = true) {
@@ -74,7 +165,7 @@ function articleOf(message, i, complete = true) {
   const element = make("article", { className: message.role }, make("h2", { textContent: name }));
   element.classList.toggle("dropped", Boolean(message.dropped));
   element.classList.toggle("editing", i === edited);
-  element.append(...(i === edited ? editor(message) : [contentOf(message), ...(complete ? [actions(message, i)] : [])]));
+  element.append(...(i === edited ? editor(message, i) : [contentOf(message), ...(complete ? [actions(message, i)] : [])]));
   articles.set(message, { element, source });
   return element;
 }
@@ -105,7 +196,11 @@ function paced(work) {
 
 // The answers
 
-const sent = messages => messages.filter(message => !message.dropped).map(({ role, content }) => ({ role, content }));
+// The messages for a request. Thoughts are no part of the history.
+function sent(messages) {
+  const words = ({ role, content }) => role === "assistant" ? split(content).answer : content;
+  return messages.filter(message => !message.dropped).map(message => ({ role: message.role, content: words(message) }));
+}
 
 function withSystem(messages) {
   const system = systemMessage();
@@ -141,7 +236,8 @@ async function makeRoom() {
 //   giveBack: restores what was there before, if no message comes
 //   again: does the same, with its argument true: after dropping messages
 //   before: the chat that the reader can return to
-function answer({ giveBack, again, dropping, before = null }) {
+//   continued: the last message, which the model continues
+function answer({ giveBack, again, dropping, before = null, continued = null }) {
   const canDrop = chat.filter(message => !message.dropped && message.role === "user").length > 1;
   const undo = before ? [["Undo", () => { set(before); say(""); }]] : [];
   const offers = error => exceedsContext(error) && canDrop ? [[DROP, () => again(true)], ["New chat", newChat]] : undo;
@@ -150,7 +246,7 @@ function answer({ giveBack, again, dropping, before = null }) {
     say(progress.summary(reason, "the answer is complete"), { offers: [...cut, ...undo] });
   };
   return run(async () => {
-    const made = { role: "assistant", content: "" };
+    const made = continued ?? { role: "assistant", content: "" };
     let begun = false;
     const paint = paced(() => {
       // follow the answer, unless the reader has scrolled up
@@ -161,8 +257,14 @@ function answer({ giveBack, again, dropping, before = null }) {
     try {
       if (dropping) await makeRoom();
       const request = { ...body(), messages: withSystem(sent(chat)) };
+      if (continued) {
+        // with its thoughts: the model goes on where it stopped
+        request.messages.at(-1).content = continued.content;
+        Object.assign(request, { add_generation_prompt: false, continue_final_message: true });
+      }
       for await (const { delta } of choices(PATH, request, ended)) {
         made.content += delta.content ?? "";
+        if (continued) begun = true;
         if (begun) paint();
         else {
           begun = true;
@@ -205,6 +307,14 @@ function regenerate({ dropping = false, before = null } = {}) {
   return answer({ giveBack: () => { chat = old; }, again: () => regenerate({ dropping: true, before }), dropping, before });
 }
 
+// Let the model continue its last message.
+function goOn() {
+  const before = chat, continued = { ...chat.at(-1) };
+  chat = [...chat.slice(0, -1), continued];
+  draw();
+  return answer({ giveBack: () => { chat = before; }, again: () => {}, before, continued });
+}
+
 // Changes of the chat
 
 function change(messages, words) {
@@ -223,8 +333,9 @@ function set(messages) {
 }
 
 export function newChat() {
-  if (chat.length) change([], "a new chat");
-  else set([]);
+  const before = { ...open, messages: chat };
+  openChat(chats.fresh());
+  if (before.messages.length) say("a new chat", { offers: [["Undo", () => { openChat(before); say(""); }]] });
 }
 
 function saveEdit(i, content, again) {
@@ -235,8 +346,10 @@ function saveEdit(i, content, again) {
 }
 
 async function copyFrom(button, text) {
+  const name = button.getAttribute("aria-label");
   button.textContent = await copy(text) ? "Copied" : "Not copied";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  button.setAttribute("aria-label", name.replace("Copy", button.textContent));
+  setTimeout(() => { button.textContent = "Copy"; button.setAttribute("aria-label", name); }, 1500);
 }
 
 const ACTS = {
@@ -246,6 +359,7 @@ const ACTS = {
   again: (i, words) => saveEdit(i, words, true),
   delete: i => change(chat.toSpliced(i, 1), "the message is deleted"),
   regenerate: () => regenerate(),
+  continue: () => goOn(),
 };
 
 function perform(name, article) {
@@ -257,7 +371,7 @@ log.addEventListener("click", event => {
   const button = event.target.closest("button"), article = event.target.closest("article");
   if (!button) return;
   if (button.className === "copy-code") copyFrom(button, button.closest(".code").querySelector("code").textContent);
-  else if (button.dataset.act === "copy") copyFrom(button, chat[[...log.children].indexOf(article)].content);
+  else if (button.dataset.act === "copy") copyFrom(button, split(chat[[...log.children].indexOf(article)].content).answer);
   else perform(button.dataset.act, article);
 });
 log.addEventListener("keydown", event => {
@@ -275,3 +389,15 @@ field.addEventListener("input", () => keep("draft", field.value));
 addEventListener("pagehide", () => { if (isRunning()) save(); });
 at("send").addEventListener("click", () => send());
 at("new").addEventListener("click", newChat);
+at("chats").addEventListener("change", () => openChat(chats.find(at("chats").value) ?? open));
+// another tab may have made or changed chats
+at("chats").addEventListener("focus", list);
+at("rename").addEventListener("click", () => rename(true));
+at("remove").addEventListener("click", removeChat);
+at("export").addEventListener("click", exportAll);
+at("import").addEventListener("click", () => at("file").click());
+at("file").addEventListener("change", () => { importFrom(at("file").files[0]); at("file").value = ""; });
+at("naming").addEventListener("submit", named);
+at("keep-name").addEventListener("click", () => rename(false));
+at("naming").addEventListener("keydown", event => { if (event.key === "Escape") { event.preventDefault(); rename(false); } });
+

@@ -9,6 +9,8 @@ import { say } from "./status.js";
 
 const PATH = "v1/completions";
 const text = at("text"), tip = at("tip"), prompt = at("prompt");
+// an explicit number of tokens that does not fit is refused by the server; the one of a new page is lowered
+const DEFAULT = at("controls").elements.max_tokens.defaultValue;
 
 export function restore() {
   prompt.value = kept("prompt") ?? prompt.defaultValue;
@@ -66,19 +68,33 @@ function begin(start) {
 
 const ended = (progress, reason) => say(progress.summary(reason, "stopped at a stop text or the end of text"));
 
+// Complete the prompt, or with `more` the text. What the context has no room for is not asked for.
 export function complete(more = false) {
   if (!isRunning() && !more) begin(prompt.value);
   return run(async () => {
-    const request = { ...body(), prompt: prompt.value, logprobs: 5 };
-    if (more) {
-      request.prompt = text.textContent;
+    const request = { ...body(), prompt: more ? text.textContent : prompt.value, logprobs: 5 };
+    const chosen = request.max_tokens !== Number(DEFAULT);
+    if (more || !chosen) {
       const room = await roomAfter(request.prompt);
-      if (room < 1) return say("the context is full (" + tokens(server.context) + "): shorten the text and complete it");
+      if (room < 1) return full(request.prompt);
       request.max_tokens = Math.min(request.max_tokens || room, room);
-      begin(request.prompt);
     }
+    if (more) begin(request.prompt);
     for await (const choice of choices(PATH, request, ended)) show(choice);
   });
+}
+
+// The context has no room after a text: the reader may go on with its end.
+function full(words) {
+  const slide = () => run(async () => {
+    const { tokens: ids } = await (await ask("tokenize", { model: server.model, prompt: words, add_special_tokens: false })).json();
+    const end = { model: server.model, tokens: ids.slice(-Math.max(1, server.context >> 1)) };
+    const { prompt: rest } = await (await ask("detokenize", end)).json();
+    // a character may begin in what is dropped
+    begin(rest.replace(/^\ufffd+/, ""));
+    say("");
+  }).then(() => complete());
+  say("the context is full (" + tokens(server.context) + "): shorten the text, or go on with its second half", { offers: [["Drop the beginning and go on", slide]] });
 }
 
 export function clear() {

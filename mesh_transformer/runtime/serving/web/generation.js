@@ -12,7 +12,7 @@ export const isRunning = () => running !== null;
 export const stop = () => running?.abort();
 
 function busy(on) {
-  for (const id of ["go", "send", "new", "other", "forget-all"]) at(id).disabled = on;
+  for (const id of ["go", "send", "new", "other", "forget-all", "chats", "rename", "remove", "import"]) at(id).disabled = on;
   at("stop").disabled = at("halt").disabled = !on;
   at("messages").setAttribute("aria-busy", on);
   document.dispatchEvent(new CustomEvent("busy", { detail: on }));

@@ -24,10 +24,31 @@ const ALLOWED = {
 const ENTITIES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 const escaped = text => text.replace(/[&<>"']/g, sign => ENTITIES[sign]);
 
+// A formula is shown as it was written: its signs are not Markdown's. A bound keeps the search for its end short.
+const INLINE = /^(?:\\\([\s\S]{0,1000}?\\\)|\\\[[\s\S]{0,1000}?\\\]|\$\$[^$]{1,1000}\$\$|\$(?=[^\s$])[^$\n]{0,200}(?<=[^\s$])\$(?!\d))/;
+const BLOCK = /^(?:\\\[[\s\S]{0,4000}?\\\]|\$\$[^$]{1,4000}\$\$)[ \t]*(?:\n|$)/;
+const shown = text => escaped(text).replaceAll("\n", "<br>");
+
+function formula(name, level, pattern, start, html) {
+  const tokenizer = source => {
+    const found = pattern.exec(source);
+    return found ? { type: name, raw: found[0] } : undefined;
+  };
+  return { name, level, start: source => source.match(start)?.index, tokenizer, renderer: ({ raw }) => html(raw) };
+}
+
 const marked = new Marked({ gfm: true, breaks: true });
 marked.use({
-  // HTML is no kind of token
-  tokenizer: { html() {}, tag() {} },
+  extensions: [
+    formula("formula", "inline", INLINE, /\\[([]|\$/, shown),
+    formula("formulas", "block", BLOCK, /^(?:\\\[|\$\$)/m, text => `<p>${shown(text.trimEnd())}</p>`),
+  ],
+  // HTML is no kind of token; a bracket that begins or ends a formula keeps its backslash
+  tokenizer: {
+    html() {},
+    tag() {},
+    escape: source => /^\\[()[\]]/.test(source) ? { type: "escape", raw: source.slice(0, 2), text: source.slice(0, 2) } : false,
+  },
   renderer: {
     code: ({ text, lang }) => `<pre data-language="${escaped((lang ?? "").split(/\s/)[0].slice(0, 30))}"><code>${escaped(text)}</code></pre>`,
     checkbox: ({ checked }) => checked ? "☑ " : "☐ ",
@@ -45,6 +66,7 @@ export function clean(html) {
   for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer nofollow" });
   for (const code of fragment.querySelectorAll("pre")) {
     const button = make("button", { type: "button", textContent: "Copy", className: "copy-code" });
+    button.setAttribute("aria-label", "Copy code");
     const bar = make("div", { className: "bar" }, make("span", { textContent: code.dataset.language ?? "" }), button);
     const box = make("div", { className: "code" }, bar);
     code.replaceWith(box);

@@ -10,6 +10,10 @@ import { ready } from "./server.js";
 import * as settings from "./settings.js";
 import { hideProgress, say, unsay } from "./status.js";
 
+const REFUSALS = {
+  full: "This browser's storage is full: what is new stays in this tab alone. Export the chats, then delete some.",
+  off: "This browser keeps nothing: its storage is switched off.",
+};
 let chatting = false;
 
 // Show the chat or the completions.
@@ -58,7 +62,7 @@ function forget() {
 
 at("other").addEventListener("click", switchMode);
 at("forget-all").addEventListener("click", () => {
-  say("Forget the chat, the texts, the settings and the API key?", { offers: [["Forget all", forget], ["Keep them", () => say("")]] });
+  say("Forget all chats, the texts, the settings and the API key?", { offers: [["Forget all", forget], ["Keep them", () => say("")]] });
 });
 for (const id of ["stop", "halt"]) at(id).addEventListener("click", stop);
 at("controls").addEventListener("submit", event => { event.preventDefault(); submit(); });
@@ -68,7 +72,8 @@ document.addEventListener("keydown", event => {
 });
 
 async function start() {
-  onRefusal(() => { at("kept").firstElementChild.textContent = "This browser keeps nothing: its storage is full or switched off."; });
+  const note = at("kept").firstElementChild, notes = { "": note.textContent, ...REFUSALS };
+  onRefusal(reason => { note.textContent = notes[reason]; note.className = reason && "bad"; });
   restoreKey();
   for (const part of [settings, completions, chat]) part.restore();
   if (lastMode() === "chat") view(true);
