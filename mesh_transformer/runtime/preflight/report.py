@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mesh_transformer.config import AXES
 from mesh_transformer.errors import plural, set_options
 from mesh_transformer.estimate.prediction import FORMULA, FORMULA_MEMORY, FORMULA_TIME, Prediction
 from mesh_transformer.estimate.programs import COMPILER_FAILED
@@ -17,6 +18,7 @@ _HEAD = (
     "mesh",
     "microbatch x acc.",
     "remat",
+    "options",
     "fits",
     "peak GiB",
     "step",
@@ -26,6 +28,12 @@ _HEAD = (
     "days",
     "cost",
 )
+# the column for what a search has changed and no other column has, and the fields that others have
+_OPTIONS = _HEAD.index("options")
+_IN_COLUMNS = {
+    *(f"mesh.{axis}" for axis in AXES),
+    *("compute.remat", "data.batch_size", "data.per_replica_batch", "optimizer.gradient_accumulation_steps"),
+}
 _MARKS = {"roofline": " (roofline)", FORMULA: " (formula)"}
 # parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
@@ -79,7 +87,9 @@ def print_table(predictions: Sequence[Sequence[Prediction]], targets: Sequence[T
     """A row for each prediction, and the parts of time and memory of the best of each target."""
     pairs = zip(targets, predictions, strict=True)
     lines = [_HEAD, *(_line(row, target, costs) for target, rows in pairs for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(_HEAD))]
+    if not any(line[_OPTIONS] for line in lines[1:]):
+        lines = [line[:_OPTIONS] + line[_OPTIONS + 1 :] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     out = sys.stdout.write
     for line in lines:
         out("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
@@ -134,7 +144,8 @@ def plot(predictions: Sequence[Sequence[Prediction]], path: str, title: str) -> 
     figure.suptitle(title)
     memory, time = figure.subplots(1, 2)
     labels = [
-        f"{row.slice} {row.program}{' *' * row.best}\n{mesh_text(row.mesh)}, {row.remat}\n"
+        f"{row.slice} {row.program}{' *' * row.best}\n"
+        f"{', '.join(filter(None, (mesh_text(row.mesh), row.remat, _options(row))))}\n"
         f"{plural(row.accumulation, 'microbatch', 'microbatches')} of {row.microbatch}"
         for row in rows
     ]
@@ -185,7 +196,8 @@ def _line(row: Prediction, target: Target, costs: Costs) -> tuple[str, ...]:
     days, money = costs.days(row), costs.money(row, target)
     peak = "?" if row.peak_gib is None else f"{row.peak_gib:.2f}"
     name = row.slice if row.program == "train" else f"{row.slice} {row.program}"
-    shape = (f"{name}{' *' * row.best}", mesh_text(row.mesh), f"{row.microbatch} x {row.accumulation}", row.remat)
+    batch = f"{row.microbatch} x {row.accumulation}"
+    shape = (f"{name}{' *' * row.best}", mesh_text(row.mesh), batch, row.remat, _options(row))
     memory = ("yes" if row.fits else "no", f"{peak} of {row.usable_gib}")
     if row.step_s is None or row.step_s_range is None:
         return (*shape, *memory, *[""] * 6)
@@ -202,6 +214,13 @@ def _line(row: Prediction, target: Target, costs: Costs) -> tuple[str, ...]:
 def mesh_text(mesh: Mapping[str, int]) -> str:
     """The axes of several devices, such as `fsdp 4 tp 2`."""
     return " ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device" * bool(mesh) or "-"
+
+
+def _options(row: Prediction) -> str:
+    """What a search has changed beside the fields of columns, such as `shard_activations`."""
+    pairs = (argument.partition("=")[::2] for argument in row.set)
+    others = ((name.rpartition(".")[2], value) for name, value in pairs if name not in _IN_COLUMNS)
+    return ", ".join(name if value == "true" else f"{name} {value}" for name, value in others)
 
 
 def _seconds(value: float) -> str:

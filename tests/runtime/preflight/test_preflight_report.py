@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+from matplotlib import figure
 from matplotlib.figure import Figure
 
 from mesh_transformer.estimate.prediction import Prediction
@@ -62,6 +63,25 @@ def test_a_table_with_days_and_cost(capsys):
     assert "v3-8, to use it: --set mesh.fsdp=4 --set mesh.tp=2" in text
     assert "products 3.000, attention 1.000\n" in text
     assert "v3-8 dp 8: Ran out of memory" in text
+
+
+def test_what_no_other_column_has_is_a_column(capsys, monkeypatch):
+    """Two rows of a search that differ in nothing else."""
+    changes = [*FITS.set, "data.batch_size=8", "compute.remat=full"]
+    shard = dataclasses.replace(FITS, best=False, set=[*changes, "mesh.shard_activations=true"])
+    moments = dataclasses.replace(FITS, best=False, set=[*changes, "optimizer.moments_dtype=bfloat16"])
+    report.print_table([[dataclasses.replace(FITS, set=changes), shard, moments]], [TARGET], Costs(21600, None))
+    lines = capsys.readouterr().out.splitlines()
+    place = lines[0].index("options")
+    assert [line[place:].split("  ")[0] for line in lines[:4]] == [
+        "options", "", "shard_activations", "moments_dtype bfloat16",
+    ]  # fmt: skip
+    labels = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: labels.extend(self.axes[0].get_yticklabels()))
+    report.plot([[FITS, shard]], "p.png", "")
+    texts = [label.get_text() for label in labels]
+    assert "fsdp 4 tp 2, full, shard_activations\n" in texts[0]
+    assert "fsdp 4 tp 2, full\n" in texts[1]
 
 
 def test_a_table_by_formula(capsys, monkeypatch):
