@@ -14,11 +14,11 @@ from mesh_transformer.cluster.base import Poll, Status
 from mesh_transformer.cluster.driver.display import Display
 
 COMMANDS = {
-    "device_train": ["--config", "absent.json"],
+    "device_train": ["--config", "tiny_shakespeare"],
     "device_sample": ["--prompt", "a"],
     "device_serve": [],
     "eval_harness": [],
-    "preflight": ["--config", "absent.json"],
+    "preflight": ["--config", "tiny_shakespeare"],
     "to_hf_weights": ["--input-ckpt", "a", "--output-path", "b"],
     "from_hf_weights": ["--input", "a", "--output-path", "b"],
     "slim_model": ["--ckpt", "a"],

@@ -241,6 +241,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/old").mkdir(parents=True)
     hf_models.save_model("Llama", LLAMA, folder / "hf")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        # a command sets it
+        patch.setattr(sys, "argv", sys.argv)
         patch.setattr(logs, "set_up", lambda *_: None)
         patch.setattr(platforms, "CompileCache", contextlib.nullcontext)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -257,6 +259,7 @@ def advice(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     """The advice that was printed in a copy of `made`, each with its place."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(logs, "set_up", lambda *_: None)
     monkeypatch.setattr(platforms, "CompileCache", contextlib.nullcontext)

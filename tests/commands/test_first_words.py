@@ -17,6 +17,12 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training import trainer
 
 
+@pytest.fixture(autouse=True)
+def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command sets the arguments of its process."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert not commands.main([])
     shown = capsys.readouterr()
