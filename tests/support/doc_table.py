@@ -60,6 +60,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/checkpoints.md", "mesh-transformer from-hf --input gptj_hf"): WEIGHTS,
     ("docs/gguf.md", "mesh-transformer "): REAL,
     ("docs/first_chat.md", "mesh-transformer prepare --input tests/golden"): REAL,
+    ("docs/first_chat.md", "mesh-transformer serve --ckpt runs/mine_log"): REAL,
     ("docs/first_chat.md", "mesh-transformer new mine_log"): REAL,
     ("docs/first_chat.md", "mesh-transformer train --config mine_log.json"): REAL,
     ("docs/python.md", "from mesh_transformer"): PYTHON,
