@@ -30,8 +30,9 @@ myst_fence_as_directive = ["mermaid"]
 # commands stand in indented blocks
 highlight_language = "bash"
 
-# `scripts/guide.py build --execute` sets "force"
+# `scripts/guide.py build` sets "cache", with the outputs that it has stored
 nb_execution_mode = "off"
+exclude_patterns = ["guide/outputs"]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True

@@ -6,7 +6,9 @@
     python scripts/guide.py notebook FILE.md # the same for another page, such as notebooks/finetune_and_sample.md
     python scripts/guide.py check 5          # compare the answers in docs/guide/exercises/ex05.py with the checks
     python scripts/guide.py check 5 FILE     # the same for the answers in FILE
-    python scripts/guide.py build            # make the site of docs/; --execute runs the cells of all chapters
+    python scripts/guide.py build            # make the site of docs/ with the outputs that `store` has kept
+    python scripts/guide.py build --execute  # the same, and run the cells of all chapters
+    python scripts/guide.py store            # run all chapters, and keep their outputs in docs/guide/outputs/
 
 Exit code 1: a cell, an answer or the build fails. Exit code 2: there is no such chapter or file.
 """
@@ -14,17 +16,21 @@ Exit code 1: a cell, an answer or the build fails. Exit code 2: there is no such
 from __future__ import annotations
 
 import argparse
+import base64
 import functools
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # the package and examples/ beside this file, whichever ones are installed
@@ -34,6 +40,8 @@ from mesh_transformer.errors import UserError  # noqa: E402
 from mesh_transformer.runtime import cli  # noqa: E402
 
 GUIDE = ROOT / "docs" / "guide"
+# the outputs of each chapter's cells, beside their code
+OUTPUTS = GUIDE / "outputs"
 # a code cell: its options, of which MyST has two forms, and its code
 CELL = re.compile(
     r"^```\{code-cell\}[^\n]*\n(?:---\n.*?^---\n|(?::[^\n]*\n)*)(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -113,10 +121,56 @@ def build(out: Path, *, execute: bool) -> int:
     Raises:
         UserError: Sphinx is not installed.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        cache = _cache(folder)
+        for path in [] if execute else sorted(OUTPUTS.glob("*.ipynb")):
+            cache.cache_notebook_file(path, uri=path.name, check_validity=False, overwrite=True)
+        return _sphinx(out, "-D", "nb_execution_mode=cache", "-D", f"nb_execution_cache_path={folder}")
+
+
+def store() -> int:
+    """Run the cells of all chapters, and keep their outputs. Returns the exit code of Sphinx.
+
+    Raises:
+        UserError: Sphinx is not installed.
+    """
+    import nbformat
+
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as site:
+        cache = _cache(folder)
+        if code := _sphinx(Path(site), "-D", "nb_execution_mode=cache", "-D", f"nb_execution_cache_path={folder}"):
+            return code
+        OUTPUTS.mkdir(exist_ok=True)
+        for record in cache.list_cache_records():
+            notebook = cache.get_cache_bundle(record.pk).nb
+            for cell in notebook.cells:
+                for output in cell.outputs:
+                    if "image/png" in output.get("data", {}):
+                        output.data["image/png"] = _smaller(output.data["image/png"])
+            nbformat.write(notebook, OUTPUTS / f"{Path(record.uri).stem}.ipynb")
+    return 0
+
+
+def _cache(folder: str) -> Any:
     if importlib.util.find_spec("sphinx") is None:
         raise UserError("sphinx is not installed: pip install -e '.[docs]'")
-    mode = ["-D", "nb_execution_mode=force"] if execute else []
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-n", "-b", "html", *mode, str(ROOT / "docs"), str(out)]
+    import jupyter_cache
+
+    return jupyter_cache.get_cache(folder)
+
+
+def _smaller(png: str) -> str:
+    """A picture with 64 colors, in base64."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    out = io.BytesIO()
+    picture.save(out, "png", optimize=True)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def _sphinx(out: Path, *options: str) -> int:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-n", "-b", "html", *options, str(ROOT / "docs"), str(out)]
     return subprocess.run(command, env=_environment(), check=False).returncode
 
 
@@ -244,7 +298,10 @@ def main() -> int:
         metavar="FOLDER",
         help="default: build/site in the checkout",
     )
+    commands.add_parser("store", help="run all chapters, and keep their outputs for the site: minutes")
     given = parser.parse_args()
+    if given.command == "store":
+        return store()
     if given.command == "build":
         return build(given.out, execute=given.execute)
     if given.command == "list":

@@ -74,3 +74,19 @@ def test_no_page_scrolls_sideways_on_a_phone(site: Path, open_page: Any) -> None
             wide.append((path.relative_to(site).as_posix(), width))
     assert len(pages) > 25
     assert not wide
+
+
+def test_the_chapters_have_their_figures(site: Path, repo: Path) -> None:
+    """Without an execution: the outputs are stored."""
+    for chapter in sorted((repo / "docs/guide").glob("[0-9]*.md")):
+        page = (site / "guide" / f"{chapter.stem}.html").read_text()
+        assert 'src="../_images/' in page or "data:image/png" in page, chapter.name
+
+
+def test_stored_outputs_are_of_the_code_of_their_chapters(repo: Path) -> None:
+    """Otherwise the site would run the chapter, or show the outputs of other code: `scripts/guide.py store`."""
+    jupytext, nbformat = pytest.importorskip("jupytext"), pytest.importorskip("nbformat")
+    for chapter in sorted((repo / "docs/guide").glob("[0-9]*.md")):
+        stored = nbformat.read(repo / "docs/guide/outputs" / f"{chapter.stem}.ipynb", 4)
+        code = [cell.source for cell in jupytext.read(chapter).cells if cell.cell_type == "code"]
+        assert [cell.source for cell in stored.cells] == code, chapter.name
