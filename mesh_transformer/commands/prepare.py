@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--tokenizer",
         default="gpt2",
-        help="name on the Hugging Face hub, folder, or `bytes` (default: %(default)s)",
+        help="name on the Hugging Face hub, folder, GGUF file, or `bytes` (default: %(default)s)",
     )
     add("--output", required=True, metavar="DIR", help="folder for the data set, local or gs://")
     where = parser.add_mutually_exclusive_group()
