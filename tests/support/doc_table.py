@@ -101,6 +101,7 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/preflight.md", "mesh-transformer preflight --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
     ("docs/preflight.md", "mesh-transformer preflight --config configs/6B_finetune_v3-8.json --tpu v5e-16"): LIBTPU,
     ("docs/preflight.md", "mesh-transformer preflight --config configs/6B_roto_256.json --tpu v3-8"): LIBTPU,
+    ("docs/preflight.md", "mesh-transformer new card"): "tests/runtime/new runs this command for cards",
     ("docs/preflight.md", "python scripts/preflight_table.py"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/bounds.py"): LIBTPU,
     ("docs/install.md", "mesh-transformer doctor"): "prints facts of the machine",
