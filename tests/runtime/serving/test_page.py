@@ -192,6 +192,24 @@ def test_a_warm_up_is_waited_for(open_page: Any) -> None:
         served.loop.state = "ok"
 
 
+def test_a_page_without_an_answer_asks_again(open_page: Any, new_browser: Any) -> None:
+    """A browser aborts the first request when the network of its computer changes."""
+    browser, aborted = new_browser(), []
+
+    def abort_once(route: Any) -> None:
+        if aborted:
+            return route.continue_()
+        aborted.append(route.request.url)
+        return route.abort("connectionaborted")
+
+    browser.route("**/v1/models", abort_once)
+    with serve() as served:
+        page = open_page(served.url, browser)
+        playwright.expect(page.locator("#model")).to_have_text("tiny")
+        playwright.expect(page.locator("#status")).to_have_text("")
+        assert len(aborted) == 1
+
+
 def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
     with serve(delay=0.05, context=4096) as served:
         page = open_page(served.url)

@@ -6,7 +6,7 @@ import * as completions from "./completions.js";
 import { at } from "./dom.js";
 import { stop } from "./generation.js";
 import { forgetAll, keep, kept, onRefusal } from "./kept.js";
-import { ready } from "./server.js";
+import { reached } from "./server.js";
 import * as settings from "./settings.js";
 import { hideProgress, say, unsay } from "./status.js";
 
@@ -79,7 +79,7 @@ async function start() {
   if (lastMode() === "chat") view(true);
   let words = "";
   try {
-    await ready(message => { words = message; say(message); });
+    await reached(message => { words = message; say(message); });
     unsay(words);
   } catch (error) {
     if (error.status === 401) refused();

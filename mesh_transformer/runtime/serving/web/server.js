@@ -49,6 +49,19 @@ export async function ready(say, signal = null) {
   }
 }
 
+// Wait for the server of a page that was just opened. A browser aborts requests when the computer's network changes.
+export async function reached(say) {
+  for (;;) {
+    try {
+      return await ready(say);
+    } catch (error) {
+      if (error.status) throw error;
+      say(error.message);
+      await pause(1);
+    }
+  }
+}
+
 // The response to a request. During a warm-up it waits and asks again.
 export async function post(path, body, say, signal) {
   for (;;) {
