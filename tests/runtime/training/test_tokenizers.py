@@ -1,4 +1,4 @@
-"""A fine-tuning whose data have other tokens than the model was trained on is told so."""
+"""A fine-tuning warns when its data has a tokenizer other than the model's."""
 
 import json
 from pathlib import Path
