@@ -23,7 +23,7 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cleanup_after_a_killed_session(tmp_path: Path) -> None:
-    """kill -9 of the owner ends its hosts. The next session removes its folder and its bridge."""
+    """kill -9 of the owner ends its hosts. The next session removes its folder."""
     if why_not():
         pytest.skip(why_not())
     program = (

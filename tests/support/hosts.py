@@ -2,12 +2,14 @@
 
 A host is a process tree in its own namespaces, with sshd as process 1. It sees the files of this machine, with two
 exceptions: /root and /tmp are its own (the Python in use stays visible there, read-only), and the package in this
-    checkout is hidden, so
-a host runs only code that was pushed to it. All hosts are on one bridge without another connection.
+checkout is hidden, so a host runs only code that was pushed to it. All hosts are on one bridge without another
+connection.
 
 The driver has its own process, mount and IPC namespaces too, so that commands on "all Ray processes" stay inside them.
-Its network is this machine's. Hosts die with the process that created them. This module needs root, and Linux with
-util-linux, iproute2 and openssh-server.
+Its network is that of the thread which makes the pod: a namespace with the bridge and its own loopback, which that
+thread leaves with the pod. So the machine's network stays as it is: Chromium ends all its requests when an interface
+comes or goes. Hosts die with the process that created them. This module needs root, and Linux with util-linux,
+iproute2 and openssh-server.
 
     with PodOfHosts(4, tmp_path) as pod:
         subprocess.run([*pod.driver_prefix(), sys.executable, "train.py", ...])
@@ -16,6 +18,7 @@ util-linux, iproute2 and openssh-server.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -37,6 +40,9 @@ BRIDGE = "mtjpod0"
 LOCK = Path(tempfile.gettempdir()) / "mesh-transformer-pod.lock"
 STALE = "mesh-transformer-pod-"
 START_S = LONG_S
+# <linux/sched.h>
+CLONE_NEWNET = 0x40000000
+LIBC = ctypes.CDLL(None, use_errno=True)
 IN_NAMESPACES = [
     "setpriv", "--pdeathsig", "KILL", "unshare", "-m", "-p", "-i", "-f", "--mount-proc", "--kill-child",
 ]  # fmt: skip
@@ -122,6 +128,8 @@ class PodOfHosts:
         # process 1 of each host, by its process ID on this machine
         self._first: dict[int, int] = {}
         self._lock: IO[str] | None = None
+        # the caller's network namespace, as a file descriptor
+        self._network: int | None = None
 
     def __enter__(self) -> PodOfHosts:
         self._lock = LOCK.open("w")
@@ -130,6 +138,9 @@ class PodOfHosts:
             self._remove_stale()
             self.folder = Path(tempfile.mkdtemp(prefix=STALE))
             self._make_keys()
+            self._network = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            _call("unshare", CLONE_NEWNET)
+            _sh("ip", "link", "set", "lo", "up")
             _sh("ip", "link", "add", BRIDGE, "type", "bridge")
             _sh("ip", "addr", "add", f"{DRIVER}/24", "dev", BRIDGE)
             _sh("ip", "link", "set", BRIDGE, "up")
@@ -145,9 +156,13 @@ class PodOfHosts:
         try:
             for i in list(self._first):
                 self.stop(i)
-            subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
             shutil.rmtree(self.folder, ignore_errors=True)
         finally:
+            if self._network is not None:
+                # the namespace goes with its last process, and the bridge with it
+                _call("setns", self._network, CLONE_NEWNET)
+                os.close(self._network)
+                self._network = None
             # a worker that waits for it would wait for ever
             if self._lock is not None:
                 self._lock.close()
@@ -278,8 +293,6 @@ class PodOfHosts:
         for path in Path(tempfile.gettempdir()).glob(f"{STALE}*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-        for link in Path("/sys/class/net").glob(f"{BRIDGE}*"):
-            subprocess.run(["ip", "link", "del", link.name], capture_output=True, check=False)
 
 
 def _child(process: subprocess.Popen) -> int:
@@ -296,6 +309,12 @@ def _child(process: subprocess.Popen) -> int:
         if time.monotonic() > deadline:
             raise RuntimeError(f"process {pid} has no child")
         time.sleep(0.005)
+
+
+def _call(name: str, *values: int) -> None:
+    """Call a function of libc that Python 3.11 does not have in `os`. It acts on this thread."""
+    if getattr(LIBC, name)(*values):
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def _sh(*command: str) -> None:
