@@ -90,9 +90,13 @@ def own_environment(inherited: dict[str, str], devices: int) -> dict[str, str]:
 _ENVIRONMENT = own_environment(dict(os.environ), 1)
 
 
-@functools.cache
 def fork_server() -> ForkServer:
-    """The server of this process."""
+    """The server of this process in its network: a pod has another one (support/hosts.py)."""
+    return _server_of(os.readlink("/proc/thread-self/ns/net"))
+
+
+@functools.cache
+def _server_of(network: str) -> ForkServer:
     return ForkServer(_ENVIRONMENT)
 
 
