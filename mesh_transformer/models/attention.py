@@ -17,7 +17,8 @@ from einops import rearrange
 from mesh_transformer import spec
 from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
-from mesh_transformer.ops.linear import add_bias, column
+from mesh_transformer.ops.forms import FormMatrix
+from mesh_transformer.ops.linear import Matrix, add_bias, column, dense
 from mesh_transformer.ops.positions import ENCODINGS, Rotation, rotate
 from mesh_transformer.parallel.sharding import constrain
 
@@ -103,7 +104,7 @@ class FromLatents:
         self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
     ) -> jax.Array:
         """Attention to keys and values of all heads: (B, T or 1, H, V)."""
-        (made,) = column(latent, [rearrange(self.kv_b.w, "h r k -> r (h k)")], ["heads"])
+        (made,) = column(latent, [self.kv_b.of_all_heads], ["heads"])
         if self.kv_b.b is not None:
             made = add_bias(made, self.kv_b.b)
         k_pass, v = jnp.split(self._heads(made), [self.latents.nope_dims], axis=-1)
@@ -124,7 +125,7 @@ class FromLatents:
         if self._makes_keys(q_pass.shape[1], attend.positions(stored)):
             q = jnp.concatenate([q_pass, q_rotated], axis=-1)
             return attend.attend(q, stored, scale=self._scale, window=window, make=self._keys_and_values)
-        to_k, to_v = jnp.split(self.kv_b.w, [self.latents.nope_dims], axis=-1)
+        to_k, to_v = jnp.split(dense(self.kv_b.w), [self.latents.nope_dims], axis=-1)
         # without the bias of the keys: it adds one number to all logits of a query, which the softmax does not show
         q = jnp.concatenate([jnp.einsum("bthk,hrk->bthr", q_pass, to_k), q_rotated], axis=-1)
         mixed = attend.attend(q, stored, scale=self._scale, window=window)
@@ -142,7 +143,7 @@ class FromLatents:
     def _keys_and_values(self, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Entries of the cache (B, 1, S, R + rotary dims) -> (B, H, S, K) and (B, H, S, V)."""
         latent, k_rotated = jnp.split(entry, [self.latents.kv_rank], axis=-1)
-        made = constrain(jnp.einsum("bsr,hrk->bhsk", latent[:, 0], self.kv_b.w), "batch", "heads", None, None)
+        made = constrain(jnp.einsum("bsr,hrk->bhsk", latent[:, 0], dense(self.kv_b.w)), "batch", "heads", None, None)
         bias_HK = self._bias_HK
         if bias_HK is not None:
             made = made + bias_HK[None, :, None]
@@ -249,3 +250,8 @@ class HeadMatrices(hk.Module):
         super().__init__(name)
         self.w = parameter("w", arrays["w"])
         self.b = parameter("b", arrays["b"]) if "b" in arrays else None
+
+    @property
+    def of_all_heads(self) -> Matrix:
+        """The matrices side by side: (R, H K)."""
+        return self.w.joined() if isinstance(self.w, FormMatrix) else rearrange(self.w, "h r k -> r (h k)")

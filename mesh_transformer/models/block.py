@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from mesh_transformer import spec
 from mesh_transformer.models.attention import Attention, JointLatentAttention, LatentAttention
 from mesh_transformer.models.feed_forward import Experts, FeedForward
-from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, at_position, columns
+from mesh_transformer.models.modules import Context, Dropout, Linear, Norm, OutputBias, at_position, columns
 from mesh_transformer.models.stack import Means, row_of
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView
+from mesh_transformer.ops.forms import with_matrices
 from mesh_transformer.ops.linear import row
 from mesh_transformer.ops.positions import ENCODINGS, EncodedPositions
-from mesh_transformer.parallel.sharding import constrain
+from mesh_transformer.parallel.sharding import Block, constrain
 from mesh_transformer.spec import Decoder, PositionEncoding
 
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`; all with "none".
@@ -70,6 +71,8 @@ def module_of(mechanism: spec.Mechanism, d_model: int, out_stddev: float) -> Blo
     return MODULES[type(mechanism)](mechanism, d_model, out_stddev, mechanism.name)
 
 
+# The place in a layer (`Dropout`) of the dropout of its first matrix: after those of the branches.
+_FIRST_MATRIX = 1 << 8
 # The window of a layer without one, among layers that have windows: more than any position.
 NO_WINDOW = 1 << 30
 Number = jax.Array | int | None
@@ -177,6 +180,27 @@ def block(
             y_BTD = ctx.dropout(y_BTD, number)
         x_BTD = (ctx.queries(x_BTD) if attends else x_BTD) + y_BTD
     return x_BTD, means
+
+
+def block_of_forms(
+    decoder: Decoder, kind: spec.Layer, params: Block, noise_BT2: jax.Array | None, layer: Number
+) -> Block:
+    """The parameters of a layer as its modules read them, from those that the decoder's forms store.
+
+    Args:
+        noise_BT2: as in `Dropout`; None without dropout.
+        layer: the number of the layer; None without dropout.
+    """
+
+    def dropout(rate: float, number: int, matrix: spec.Array) -> Callable[[jax.Array], jax.Array] | None:
+        if noise_BT2 is None or layer is None or not rate:
+            return None
+        inputs = matrix.axes[matrix.dims.index("i")]
+        axes = ("block_seq", "act_embed") if inputs == "embed" else ("seq", inputs)
+        drop = Dropout(rate, noise_BT2, layer)
+        return lambda x_BTD: drop(x_BTD, _FIRST_MATRIX + number, ("batch", *axes))
+
+    return with_matrices(params, decoder.matrices(kind), decoder.forms, dropout)
 
 
 def _branch(

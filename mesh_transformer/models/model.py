@@ -33,6 +33,7 @@ from mesh_transformer import spec
 from mesh_transformer.models.block import (
     LayerNumbers,
     block,
+    block_of_forms,
     cached_attention,
     encoded_positions,
     layer_numbers,
@@ -239,7 +240,7 @@ class Model(Parameters):
         params = gather_weights(params, self.stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(params, None, tokens_BT, positions_BT)
         bias_BHTS = bias and bias(positions_BT, positions_BT if keys_BS is None else keys_BS)
-        if noise_BT2 is not None:
+        if noise_BT2 is not None and dropout_rate:
             x_BTD = Dropout(dropout_rate, noise_BT2, -1)(x_BTD)
         encoded = encoded_positions(self.decoder, positions_BT)
         return Stream(x_BTD, bias_BHTS, Inputs(encoded, positions_BT, segments_BT, noise_BT2))
@@ -277,7 +278,7 @@ class Model(Parameters):
         else:
             attend = cached_attention(view, index, positions_BT, stream.learned, query_index_B)
         dropout = None
-        if noise_BT2 is not None and numbers.layer is not None:
+        if noise_BT2 is not None and numbers.layer is not None and dropout_rate:
             dropout = Dropout(dropout_rate, noise_BT2, numbers.layer)
         ctx = Context(
             attend,
@@ -289,6 +290,9 @@ class Model(Parameters):
             None if segments_BT is None else segments_BT > 0,
         )
         params = gather_weights(params, self.stage_axes["blocks"][kind])
+        if self.decoder.forms:
+            noise = None if numbers.layer is None else noise_BT2
+            params = block_of_forms(self.decoder, kind, params, noise, numbers.layer)
         x_BTD = checkpoint_name(constrain_residual(stream.x_BTD), "block_in")
         x_BTD, means = self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
         # the mechanism has called `attend`, which then holds the view with its keys and values

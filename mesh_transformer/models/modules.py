@@ -43,8 +43,11 @@ class Dropout(NamedTuple):
     # int32: the layer, or -1 for the embedding
     layer: jax.Array | int
 
-    def __call__(self, x_BTD: jax.Array, place: int = 0) -> jax.Array:
-        """x with dropped numbers as 0 and kept numbers divided by 1 - rate; `place` numbers the dropouts of a layer."""
+    def __call__(
+        self, x_BTD: jax.Array, place: int = 0, axes: spec.Axes = ("batch", "block_seq", "act_embed")
+    ) -> jax.Array:
+        """x with dropped numbers as 0 and kept numbers divided by 1 - rate. `place` numbers the dropouts of a layer,
+        `axes` names the dimensions of x."""
 
         def kept(noise_2: jax.Array) -> jax.Array:
             key = jax.random.wrap_key_data(noise_2, impl=_GENERATOR)
@@ -52,7 +55,7 @@ class Dropout(NamedTuple):
                 key = jax.random.fold_in(key, number)
             return jax.random.bernoulli(key, 1 - self.rate, x_BTD.shape[-1:])
 
-        kept_BTD = constrain(jax.vmap(jax.vmap(kept))(self.noise_BT2), "batch", "block_seq", "act_embed")
+        kept_BTD = constrain(jax.vmap(jax.vmap(kept))(self.noise_BT2), *axes)
         return jnp.where(kept_BTD, x_BTD / (1 - self.rate), 0).astype(x_BTD.dtype)
 
 

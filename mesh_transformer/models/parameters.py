@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 
 import jax
@@ -126,20 +127,38 @@ class Parameters:
 
         return jax.tree_util.tree_map_with_path(dtype_of, params)
 
-    def without_padding(self, params: Params) -> Params:
+    def split(self, tree: Params) -> tuple[Params, Params]:
+        """The trained and the frozen part of a tree like the parameters: the adapters and all others, or everything and
+        nothing if there are no adapters."""
+        if not self.decoder.adapted:
+            return tree, {}
+        arrays = self.decoder.arrays()
+        leaves = {path: functools.reduce(operator.getitem, _place(path), tree) for path in arrays}
+        trained, frozen = (
+            {path: leaf for path, leaf in leaves.items() if arrays[path].adapter is is_trained}
+            for is_trained in (True, False)
+        )
+        return _by_stage(trained), _by_stage(frozen)
+
+    def without_padding(self, params: Params, axes: Params) -> Params:
         """The parameters that the parameter norm counts: untrained numbers (the vocabulary's padding, the biases of
-        routers) are zero."""
+        routers) are zero.
+
+        Args:
+            axes: the names of the dimensions of these parameters, which may be some of the model's.
+        """
 
         def zero_padding(x: jax.Array, axes: Axes) -> jax.Array:
             return mask_padding(self.decoder, x, axes.index("vocab"), 0) if "vocab" in axes else x
 
-        counted = jax.tree.map(zero_padding, params, self.axes)
+        counted: Params = jax.tree.map(zero_padding, params, axes)
         blocks = {
             module: {**leaves, "bias": jnp.zeros_like(leaves["bias"])}
-            for module, leaves in counted["blocks"].items()
             if is_router(module) and "bias" in leaves
+            else leaves
+            for module, leaves in counted.get("blocks", {}).items()
         }
-        return {**counted, "blocks": {**counted["blocks"], **blocks}}
+        return {**counted, "blocks": blocks} if blocks else counted
 
 
 def mask_padding(decoder: Decoder, x: jax.Array, dimension: int, value: float) -> jax.Array:
@@ -154,10 +173,13 @@ def _drawn(arrays: Arrays, key: jax.Array) -> Params:
     """Fresh values, float32. Each array that is not constant has the next key."""
     drawn = {}
     for path, array in arrays.items():
-        if array.stddev is None:
+        if array.stddev is None and array.bound is None:
             drawn[path] = jnp.full(array.shape, array.constant, jnp.float32)
-        else:
-            key, array_key = jax.random.split(key)
+            continue
+        key, array_key = jax.random.split(key)
+        if array.bound is not None:
+            drawn[path] = jax.random.uniform(array_key, array.shape, jnp.float32, -array.bound, array.bound)
+        elif array.stddev is not None:
             drawn[path] = array.stddev * jax.random.truncated_normal(array_key, -2, 2, array.shape, jnp.float32)
     return _by_module(drawn)
 
@@ -173,6 +195,13 @@ def _by_stage(values: Mapping[str, object]) -> Params:
         stage, _, inner = path.partition("/")
         stages.setdefault(stage, {})[inner] = value
     return {stage: _by_module(inner) for stage, inner in stages.items()}
+
+
+def _place(path: str) -> tuple[str, str, str]:
+    """The stage, module and name of a parameter."""
+    stage, _, inner = path.partition("/")
+    module, _, name = inner.rpartition("/")
+    return stage, module, name
 
 
 def _by_module(values: Mapping[str, object]) -> Params:

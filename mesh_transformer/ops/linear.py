@@ -19,8 +19,8 @@ from __future__ import annotations
 import abc
 import functools
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +34,89 @@ if TYPE_CHECKING:
 
 
 class StoredMatrix(abc.ABC):
-    """A matrix (D, F) in a special storage format, a pytree. It is not differentiable."""
+    """A matrix (D, F) in a special storage format, a pytree."""
 
     @property
     @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """(D, F)."""
 
     @abc.abstractmethod
     def product(self, x_D: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
         """x w: (..., D) -> (..., F) of `out_dtype`."""
 
+    @abc.abstractmethod
+    def dense(self) -> jax.Array:
+        """The matrix as one array."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
 
 Matrix = jax.Array | StoredMatrix
-"""A matrix (D, F). Devices that split the positions of the residual stream have arrays only."""
+"""A matrix (D, F)."""
+
+
+class Term(NamedTuple):
+    """One term of a matrix that is a sum: the product of its factors, times `scale`."""
+
+    # (D, F); or (D, R) and (R, F), of which no devices split R
+    factors: tuple[Matrix, ...]
+    scale: float | jax.Array = 1.0
+    # a function of x before the product
+    of_input: Callable[[jax.Array], jax.Array] | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the term is one matrix and nothing else."""
+        return len(self.factors) == 1 and self.of_input is None and isinstance(self.scale, float) and self.scale == 1
+
+
+_Product = Callable[[jax.Array, Matrix], jax.Array]
+
+
+class SumOfTerms(StoredMatrix):
+    """A matrix that is a sum of products (`terms`). No array of its own size is made to multiply by it."""
+
+    @property
+    @abc.abstractmethod
+    def terms(self) -> Sequence[Term]:
+        """The terms."""
+
+    def product(self, x_D: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+        """See `StoredMatrix`."""
+        to_out = functools.partial(matmul, out_dtype=out_dtype)
+        return sum_of_products(self.terms, x_D, to_out, functools.partial(matmul, out_dtype=x_D.dtype), to_out)
+
+
+def sum_of_products(
+    terms: Sequence[Term], x_D: jax.Array, by_matrix: _Product, by_first: _Product, by_last: _Product
+) -> jax.Array:
+    """x times each term, added: (..., D) -> (..., F).
+
+    Args:
+        by_matrix: the product with a factor (D, F).
+        by_first: the product with a factor (D, R).
+        by_last: the product with a factor (R, F).
+    """
+    ys = []
+    for factors, scale, of_input in terms:
+        x = x_D if of_input is None else of_input(x_D)
+        y = by_matrix(x, factors[0]) if len(factors) == 1 else by_last(by_first(x, factors[0]), factors[1])
+        ys.append(y if isinstance(scale, float) and scale == 1 else y * scale)
+    return functools.reduce(operator.add, ys)
+
+
+def terms_of(w: Matrix) -> Sequence[Term]:
+    """The terms of a matrix, also of a sum in a sum; the matrix itself, if it is no sum."""
+    if not isinstance(w, SumOfTerms):
+        return (Term((w,)),)
+    return [inner for term in w.terms for inner in (terms_of(term.factors[0]) if term.is_matrix else (term,))]
+
+
+def dense(w: Matrix) -> jax.Array:
+    """A matrix as one array."""
+    return w.dense() if isinstance(w, StoredMatrix) else w
 
 
 def matmul(
@@ -241,14 +310,39 @@ def column(x_BTD: jax.Array, ws_DF: Sequence[Matrix], names: Sequence[str | None
     group = _group()
     if group is None:
         return [matmul(x_BTD, w, x_BTD.dtype) for w in ws_DF]
+    if any(isinstance(w, SumOfTerms) for w in ws_DF):
+        return _columns_of_terms(x_BTD, ws_DF, names)
     split = [group.partition.size(name) > 1 for name in names]
     divided = [cast(jax.Array, w) for w, is_split in zip(ws_DF, split, strict=True) if is_split]
     gathered = iter(group.gather_matmul(x_BTD, divided))
     # A device that holds a whole matrix multiplies its own positions.
     return [
-        next(gathered) if is_split else constrain(matmul(x_BTD, w, x_BTD.dtype), "batch", "block_seq", None)
-        for w, is_split in zip(ws_DF, split, strict=True)
+        next(gathered) if is_split else _of_own_positions(x_BTD, w) for w, is_split in zip(ws_DF, split, strict=True)
     ]
+
+
+def _columns_of_terms(x_BTD: jax.Array, ws_DF: Sequence[Matrix], names: Sequence[str | None]) -> list[jax.Array]:
+    """`column` of matrices of which some are sums. Their terms that are one matrix are multiplied together."""
+    terms = [(number, term) for number, w in enumerate(ws_DF) for term in terms_of(w)]
+    together = [(number, term.factors[0]) for number, term in terms if term.is_matrix]
+    products = column(x_BTD, [w for _, w in together], [names[number] for number, _ in together]) if together else []
+    ys: list[list[jax.Array]] = [[] for _ in ws_DF]
+    for (number, _), y in zip(together, products, strict=True):
+        ys[number].append(y)
+    for number, term in terms:
+        if not term.is_matrix:
+            split = functools.partial(_column_of_one, names[number])
+            ys[number].append(sum_of_products([term], x_BTD, split, _of_own_positions, split))
+    return [functools.reduce(operator.add, of_matrix) for of_matrix in ys]
+
+
+def _column_of_one(name: str | None, x_BTD: jax.Array, w_DF: Matrix) -> jax.Array:
+    return column(x_BTD, [w_DF], [name])[0]
+
+
+def _of_own_positions(x_BTD: jax.Array, w_DR: Matrix) -> jax.Array:
+    """The product of the positions that a device has in the residual stream, with a matrix that no devices split."""
+    return constrain(matmul(x_BTD, w_DR, x_BTD.dtype), "batch", "block_seq", None)
 
 
 def row(xs_BTF: Sequence[jax.Array], ws_FD: Sequence[Matrix]) -> jax.Array:
@@ -256,7 +350,15 @@ def row(xs_BTF: Sequence[jax.Array], ws_FD: Sequence[Matrix]) -> jax.Array:
     group = _group()
     if group is None:
         return functools.reduce(operator.add, (matmul(x, w, x.dtype) for x, w in zip(xs_BTF, ws_FD, strict=True)))
+    if any(isinstance(w, SumOfTerms) for w in ws_FD):
+        pairs = zip(xs_BTF, ws_FD, strict=True)
+        ys = [sum_of_products(terms_of(w), x, _row_of_one, _row_of_one, _of_own_positions) for x, w in pairs]
+        return functools.reduce(operator.add, ys)
     return group.matmul_scatter(xs_BTF, cast(Sequence[jax.Array], ws_FD))
+
+
+def _row_of_one(x_BTF: jax.Array, w_FD: Matrix) -> jax.Array:
+    return row([x_BTF], [w_FD])
 
 
 def _group() -> AxisDevices | None:

@@ -39,6 +39,7 @@ from mesh_transformer.spec.layer_groups import (
     pipelined_group,
     starts,
 )
+from mesh_transformer.spec.lora import Adapter, Lora
 from mesh_transformer.spec.mechanism import AttentionMixer, CacheEntry, Mechanism, PerLayer, PositionEncoding
 from mesh_transformer.spec.norm import NormSpec
 from mesh_transformer.spec.rotary import Rotary, Scaling
@@ -48,6 +49,7 @@ __all__ = [
     "T5_BUCKETS",
     "TRANSPOSED",
     "Activation",
+    "Adapter",
     "Alibi",
     "Array",
     "Arrays",
@@ -73,6 +75,7 @@ __all__ = [
     "Rotary",
     "RouterSpec",
     "LayerGroup",
+    "Lora",
     "Scaling",
     "Split",
     "Tensor",

@@ -19,8 +19,12 @@ class Array(NamedTuple):
     multiplies what the mechanism reads. output: its product is what the mechanism adds. inner: it stands between inputs
     and outputs. other: a narrow matrix, such as a router.
 
-    The initial values are truncated normal with `stddev`, cut at two standard deviations; or `constant`, if `stddev` is
-    None.
+    The initial values are truncated normal with `stddev`, cut at two standard deviations; uniform between -`bound` and
+    `bound`; or `constant`, if both are None.
+
+    `dims` says what each dimension of a matrix is, without a dimension of layers. i: the product sums over it. o: it is
+    a dimension of the product. e: it counts matrices. An `adapter` is trained in a run in which all other arrays are
+    frozen.
     """
 
     axes: Axes
@@ -29,6 +33,9 @@ class Array(NamedTuple):
     role: Role = "other"
     stddev: float | None = None
     constant: float = 0.0
+    bound: float | None = None
+    dims: str = "io"
+    adapter: bool = False
 
     @property
     def size(self) -> int:
@@ -40,9 +47,9 @@ Arrays = dict[str, Array]
 """Parameters by their path below a module, such as `q/w`, in the order in which a fresh model draws them."""
 
 
-def matrix(axes: Axes, shape: tuple[int, ...], role: Role) -> Array:
+def matrix(axes: Axes, shape: tuple[int, ...], role: Role, dims: str = "io") -> Array:
     """A matrix by which every token is multiplied: (..., D_in, D_out)."""
-    return Array(axes, shape, math.prod(shape), role, lecun_stddev(shape))
+    return Array(axes, shape, math.prod(shape), role, lecun_stddev(shape), dims=dims)
 
 
 def lecun_stddev(shape: tuple[int, ...]) -> float:

@@ -94,7 +94,7 @@ class FromLatentsSpec(AttentionMixer):
         """The maps from the latent to the keys and values of all heads, and the output."""
         made = (self.heads, self.kv_rank, self.nope_dims + self.v_dims)
         return {
-            "kv_b/w": matrix(("heads", None, None), made, "inner"),
+            "kv_b/w": matrix(("heads", None, None), made, "inner", "oio"),
             **below("o", linear(("heads", "embed"), self.heads * self.v_dims, width, "output")),
         }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mesh_transformer.fields import PIPELINED, WHOLE, Size
 from mesh_transformer.spec.arrays import Array, Arrays, below, matrix, with_outputs
 from mesh_transformer.spec.feed_forward import ExpertsSpec
+from mesh_transformer.spec.forms import Form, stored
 from mesh_transformer.spec.layer import Layer
 from mesh_transformer.spec.layer_groups import LayerGroup, in_group, layer_groups_of, pipelined_group, starts
 from mesh_transformer.spec.mechanism import AttentionMixer, Mechanism, PerLayer, PositionEncoding
@@ -47,6 +48,8 @@ class Decoder:
     # the logits are multiplied by this number, and then become softcap * tanh(logits / softcap)
     logit_scale: float = 1.0
     softcap: float | None = None
+    # how the matrices of the layers are stored; one form after the other applies to a matrix
+    forms: tuple[Form, ...] = ()
 
     @functools.cached_property
     def kinds(self) -> dict[Layer, int]:
@@ -162,8 +165,17 @@ class Decoder:
                     blocks[name] = array._replace(axes=stacked[0], shape=stacked[1], used=array.used * rows[path])
         return {**below("embed", self.embedding_arrays), **below("blocks", blocks), **below("head", self.head_arrays)}
 
+    @functools.cached_property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and all other parameters are frozen."""
+        return any(array.adapter for kind in self.kinds for array in self.layer_arrays(kind).values())
+
     def layer_arrays(self, kind: Layer) -> Arrays:
         """The parameters of one layer of a kind, by module and name, such as `attention/q/w`."""
+        return _stored(kind, self.d_model, self.output_stddev, self.forms)
+
+    def matrices(self, kind: Layer) -> Arrays:
+        """`layer_arrays` as the modules of a layer read them, whatever the forms of the matrices."""
         return _arrays(kind, self.d_model, self.output_stddev)
 
     @property
@@ -215,3 +227,8 @@ class Decoder:
 @functools.cache
 def _arrays(kind: Layer, width: int, output_stddev: float) -> Arrays:
     return with_outputs(kind.arrays(width), output_stddev)
+
+
+@functools.cache
+def _stored(kind: Layer, width: int, output_stddev: float, forms: tuple[Form, ...]) -> Arrays:
+    return stored(_arrays(kind, width, output_stddev), forms)

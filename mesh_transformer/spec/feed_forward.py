@@ -102,8 +102,8 @@ class ExpertsSpec(Mechanism):
         """See `Mechanism`: the matrices of all experts, the shared feed-forward, and the router."""
         wide, narrow = (self.count, width, self.d_ff), (self.count, self.d_ff, width)
         used = self.router.chosen * width * self.d_ff
-        into = Array(("experts", "embed", "mlp"), wide, used, "input", lecun_stddev(wide))
-        out = Array(("experts", "mlp", "embed"), narrow, used, "output", lecun_stddev(narrow))
+        into = Array(("experts", "embed", "mlp"), wide, used, "input", lecun_stddev(wide), dims="eio")
+        out = Array(("experts", "mlp", "embed"), narrow, used, "output", lecun_stddev(narrow), dims="eio")
         names = ("gate", "in") if self.gated else ("in",)
         experts = {**dict.fromkeys(names, into), "out": out}
         if self.bias:

@@ -72,6 +72,12 @@ class Transposed(StoredMatrix):
         product = _product_of_bits if self.w_FD.dtype == jnp.uint16 else _product
         return product(x_D, self.w_FD, out_dtype)[..., self.start : self.stop]
 
+    def dense(self) -> jax.Array:
+        """See `StoredMatrix`."""
+        w_FD = self.w_FD[self.start : self.stop]
+        # the only dtype of two bytes
+        return (jax.lax.bitcast_convert_type(w_FD, jnp.bfloat16) if w_FD.dtype == jnp.uint16 else w_FD).T
+
 
 def _product(x_D: jax.Array, w_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     return jnp.einsum("...d,fd->...f", x_D, w_FD, preferred_element_type=out_dtype)

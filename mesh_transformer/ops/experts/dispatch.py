@@ -23,7 +23,9 @@ from mesh_transformer.ops.experts.layer import (
     on_device,
 )
 from mesh_transformer.ops.experts.routing import Routing, total
-from mesh_transformer.parallel.sharding import Partition, active, platform
+from mesh_transformer.ops.forms import FormMatrix
+from mesh_transformer.ops.linear import Matrix
+from mesh_transformer.parallel.sharding import Axes, Partition, active, platform
 
 _Sums = tuple[jax.Array, jax.Array]
 """The outputs of the experts for each token, summed, and the number of choices that were dropped."""
@@ -54,9 +56,9 @@ def apply(
     dispatch: Dispatch,
     x_BTD: jax.Array,
     routing: Routing,
-    gate_EDF: jax.Array | None,
-    in_EDF: jax.Array,
-    out_EFD: jax.Array,
+    gate_EDF: Matrix | None,
+    in_EDF: Matrix,
+    out_EFD: Matrix,
     activation: Activation,
     biases: Biases = NO_BIASES,
 ) -> tuple[jax.Array, jax.Array]:
@@ -143,8 +145,6 @@ class ExpertDevices:
         """
         mesh = self.partition.current_mesh
         tokens = P(self.gathers, self.mlp, self.batch, self.seq)
-        columns, rows = (P(self.same_weights, self.experts, *dims) for dims in ((None, self.mlp), (self.mlp,)))
-        specs = ExpertWeights._make((columns, columns, rows, Biases._make((rows, rows, rows))))
         axes = tuple(dict.fromkeys((*self.gathers, *self.mlp, *self.batch, *self.seq)))
 
         def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: ExpertWeights) -> _Sums:
@@ -155,7 +155,10 @@ class ExpertDevices:
             return y[None, None], dropped[None]
 
         def run(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: ExpertWeights) -> _Sums:
-            parameters = jax.tree.map(self._copies_of_weight, parameters.with_out_bias(self._rows_of_bias))
+            parameters = parameters.with_out_bias(self._rows_of_bias)
+            names = _names(parameters)
+            specs = jax.tree.map(lambda _, axes: self._spec(axes), parameters, names)
+            parameters = jax.tree.map(lambda x, axes: self._copies(x, self._with_copies(axes)), parameters, names)
             x, weights, experts = map(self._for_tokens, (x, weights, experts))
             y, dropped = jax.shard_map(
                 one_device,
@@ -178,8 +181,15 @@ class ExpertDevices:
         """A row for each device that splits the widths. Their outputs are summed: only the first one adds the bias."""
         return jnp.pad(b_ED[:, None], ((0, 0), (0, self._size(self.mlp) - 1), (0, 0)))
 
-    def _copies_of_weight(self, x: jax.Array) -> jax.Array:
-        return self._copies(x, self.same_weights)
+    def _with_copies(self, axes: Axes) -> tuple[str, ...]:
+        """The mesh axes whose devices have copies of a parameter. A device computes a part of the gradient of one that
+        the widths do not split."""
+        return self.same_weights if "mlp" in axes else (*self.same_weights, *self.mlp)
+
+    def _spec(self, axes: Axes) -> P:
+        """How a parameter with these dimensions is split, after a dimension of copies."""
+        split = {"experts": self.experts, "mlp": self.mlp}
+        return P(self._with_copies(axes), *(split.get(name or "") for name in axes))
 
     def _for_tokens(self, x_BTD: jax.Array) -> jax.Array:
         return self._copies(self._split(self._copies(x_BTD, self.mlp)), self.gathers)
@@ -195,3 +205,16 @@ class ExpertDevices:
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.partition.mesh.shape[axis] for axis in axes)
+
+
+def _names(weights: ExpertWeights) -> ExpertWeights:
+    """A tree like `weights`, with the names of the dimensions in place of each array."""
+
+    def of(w: Matrix | None, *dims: str) -> object:
+        if w is None:
+            return None
+        return w.names() if isinstance(w, FormMatrix) else ("experts", *dims)
+
+    columns, rows = ("embed", "mlp"), ("mlp", "embed")
+    matrices = of(weights.gate_EDF, *columns), of(weights.in_EDF, *columns), of(weights.out_EFD, *rows)
+    return ExpertWeights._make((*matrices, jax.tree.map(lambda _: ("experts", "mlp"), weights.biases)))

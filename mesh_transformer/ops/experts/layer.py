@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.ops.experts.grouped import grouped_matmul
 from mesh_transformer.ops.experts.kernel import Arrays
 from mesh_transformer.ops.experts.rows import Queues, Rows, combine, spread
+from mesh_transformer.ops.linear import Matrix, SumOfTerms, sum_of_products, terms_of
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -40,9 +41,9 @@ class ExpertWeights(NamedTuple):
     """The parameters of the experts: (activation(x gate) * (x in)) out, or activation(x in) out without a gate; each
     product plus its bias, if there is one."""
 
-    gate_EDF: jax.Array | None
-    in_EDF: jax.Array
-    out_EFD: jax.Array
+    gate_EDF: Matrix | None
+    in_EDF: Matrix
+    out_EFD: Matrix
     biases: Biases = NO_BIASES
 
     def with_out_bias(self, function: Callable[[jax.Array], jax.Array]) -> ExpertWeights:
@@ -52,13 +53,43 @@ class ExpertWeights(NamedTuple):
 
     def apply(self, x: jax.Array, affine: Affine, activation: Activation) -> jax.Array:
         """The outputs of rows x, whose products are made by `affine`."""
+        products = _of_terms(affine)
         if self.gate_EDF is None:
-            hidden = affine(x, (self.in_EDF,), (self.biases.in_EF,))
+            hidden = products(x, (self.in_EDF,), (self.biases.in_EF,))
         else:
-            hidden = affine(x, (self.gate_EDF, self.in_EDF), (self.biases.gate_EF, self.biases.in_EF))
+            hidden = products(x, (self.gate_EDF, self.in_EDF), (self.biases.gate_EF, self.biases.in_EF))
         first, *others = (checkpoint_name(y, "mlp_hidden") for y in hidden)
-        (y,) = affine(functools.reduce(operator.mul, others, activation(first)), (self.out_EFD,), (self.biases.out_ED,))
+        mixed = functools.reduce(operator.mul, others, activation(first))
+        (y,) = products(mixed, (self.out_EFD,), (self.biases.out_ED,))
         return y
+
+
+def _of_terms(affine: Affine) -> Callable[[jax.Array, Sequence[Matrix], Sequence[jax.Array | None]], Arrays]:
+    """`affine` of arrays, and of matrices that are sums. Their first terms have the scale 1 and get the biases, and
+    those that are one matrix are multiplied together."""
+
+    def product(x: jax.Array, w: Matrix) -> jax.Array:
+        (y,) = affine(x, cast(Arrays, (w,)), (None,))
+        return y
+
+    def run(x: jax.Array, ws: Sequence[Matrix], bs: Sequence[jax.Array | None]) -> Arrays:
+        if not any(isinstance(w, SumOfTerms) for w in ws):
+            return affine(x, cast(Arrays, ws), bs)
+        terms = [terms_of(w) for w in ws]
+        together = cast(Arrays, tuple(of[0].factors[0] for of in terms if of[0].is_matrix))
+        of_together = [b for of, b in zip(terms, bs, strict=True) if of[0].is_matrix]
+        products, ys = iter(affine(x, together, of_together) if together else ()), []
+        for (first, *others), b in zip(terms, bs, strict=True):
+            if first.is_matrix:
+                y = next(products)
+            else:
+                (y,) = affine(product(x, first.factors[0]), cast(Arrays, first.factors[1:]), (b,))
+            if others:
+                y = y + sum_of_products(others, x, product, product, product)
+            ys.append(y)
+        return tuple(ys)
+
+    return run
 
 
 class Choices(NamedTuple):

@@ -23,6 +23,26 @@ def test_packed_parameters_give_the_same_tokens(dtype: str) -> None:
     assert made.ids == expected.ids
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_adapters_give_the_same_tokens(dtype: str) -> None:
+    """Of latent attention, routed and shared experts, and matrices that share an a."""
+    raw = {**TINY, "model": families.MODELS["deepseek_v3"], "lora": {"rank": 3, "alpha": 6}}
+    run = program(raw, "mesh.tp=1", dtype=dtype)
+    state = run.init(jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    adapters = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape), state.params)
+    tokens = []
+    for given in (adapters, state.params):
+        params = run.model.cast(run.parameters(state._replace(params=given)))
+        of_layouts = (params, SLOTS), (packed(run, params), 1)
+        (expected,), (made,) = (
+            complete(engine_of(run, given, slots=slots), [(prompt_of(1, 21), SAMPLED)]) for given, slots in of_layouts
+        )
+        assert made.ids == expected.ids
+        tokens.append(made.ids)
+    assert tokens[0] != tokens[1]
+
+
 def mixed(dtype: str) -> tuple[Any, Any]:
     """A model whose first layers are dense, and whose others have routed and shared experts."""
     run = program({**TINY, "model": families.MODELS["deepseek_v2"]}, "mesh.tp=1", dtype=dtype)
