@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -106,9 +107,33 @@ class Placement:
         typed = jax.tree.map(lambda x, leaf_dtype: x.update(dtype=leaf_dtype), shapes, self.model.dtypes(shapes, dtype))
         return self.partition.abstract(typed, self.model.axes)
 
+    def in_compute_dtype(self, params: Params) -> Params:
+        """All parameters in the compute dtype, sharded as stored. Those that are so already are not copied."""
+        targets = self.abstract(self.model.dtype)
+        leaves, tree = jax.tree.flatten(params)
+        pairs = list(zip(leaves, jax.tree.leaves(targets), strict=True))
+        others = [(x, like) for x, like in pairs if not _is_like(x, like)]
+        if others:
+            arrays, likes = zip(*others, strict=True)
+            cast = iter(_cast_like(tuple(like.dtype for like in likes), tuple(like.sharding for like in likes))(arrays))
+        return jax.tree.unflatten(tree, [x if _is_like(x, like) else next(cast) for x, like in pairs])
+
     def cast(self, params: Params) -> Params:
         """Inside a program: all parameters in the compute dtype, sharded as stored."""
         return constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+
+
+def _is_like(x: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
+    return x.dtype == like.dtype and x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+# a program for each set of dtypes and shardings
+@functools.lru_cache(maxsize=8)
+def _cast_like(dtypes: tuple[jnp.dtype, ...], shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
+    def cast(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True))
+
+    return jax.jit(cast, out_shardings=shardings)
 
 
 def with_whole_heads(partition: Partition, decoder: Decoder) -> Partition:

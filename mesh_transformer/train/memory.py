@@ -19,7 +19,7 @@ def training_arrays(program: TrainProgram) -> dict[str, int]:
     summed = program.config.optimizer.gradient_accumulation_steps > 1
     itemsize = 4 if summed else program.model.dtype.itemsize
     return {
-        "parameters": bytes_per_device(state.params),
+        "parameters": bytes_per_device(state.params) + bytes_per_device(state.frozen),
         "moments": bytes_per_device(state.opt_state),
         "gradients": bytes_per_device(gradients) * itemsize // 4,
     }
@@ -28,21 +28,23 @@ def training_arrays(program: TrainProgram) -> dict[str, int]:
 def training_parts(program: TrainProgram, accumulation: int, batch: int, peak_bytes: int) -> dict[str, int]:
     """Bytes of one device by part. Their sum is `peak_bytes`.
 
-    parameters, moments: the float32 parameters and the optimizer's slots, exact. weights: the parameters in the compute
-    dtype. gradients: of a microbatch in the compute dtype, and with several microbatches their float32 sums.
-    logits: a chunk of float32 logits. activations: the rest, mostly activations and temporary arrays.
+    parameters, moments: the trained float32 parameters and the optimizer's slots, exact. frozen: the other parameters,
+    exact; absent if all are trained. weights: the trained parameters in the compute dtype. gradients: of a microbatch
+    in the compute dtype, and with several microbatches their float32 sums. logits: a chunk of float32 logits.
+    activations: the rest, mostly activations and temporary arrays.
     """
     state, config = program.abstract_state, program.config
-    parameters = bytes_per_device(state.params)
+    trained = bytes_per_device(state.params)
     itemsize = jax.numpy.dtype(program.model.compute.dtype).itemsize
-    cast = parameters * itemsize // 4
-    sums = parameters if accumulation > 1 else 0
+    cast = trained * itemsize // 4
+    sums = trained if accumulation > 1 else 0
     positions = config.seq // program.loss_chunks(batch, config.seq)
     rows = program.partition.sharding("batch", "seq", "vocab").shard_shape(
         (batch, positions, program.model.decoder.padded_vocab)
     )
     parts = {
-        "parameters": parameters,
+        "parameters": trained,
+        **({"frozen": frozen} if (frozen := bytes_per_device(state.frozen)) else {}),
         "moments": bytes_per_device(state.opt_state),
         "weights": cast if itemsize < 4 else 0,
         "gradients": cast + sums,

@@ -50,7 +50,7 @@ from mesh_transformer.parallel.pipeline import Item, PipelineStages, Ticks, at, 
 from mesh_transformer.parallel.sharding import Block, Params, Tree, active, constrain, constrain_tree, map_axes
 from mesh_transformer.spec import LayerGroup, pipelined_group
 from mesh_transformer.train.pipeline_forward import Forward, Losses, Stack
-from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, microbatches
+from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedule, merged, microbatches, picked
 
 
 def schedule(rounds: int) -> StepSchedule:
@@ -76,7 +76,8 @@ class _Operands(NamedTuple):
     arrays: tuple[Params, dict[str, Sequence[Rows]], Stack]
     """`Forward.tables`, `Forward.whole_numbers` and `Forward.stack`."""
     axes: Params
-    """The dimension names of the tables; and as "layer", of one layer of the pipelined group."""
+    """The dimension names of the trained parameters: of the tables; and as "layer", of one layer of the pipelined
+    group."""
 
     @classmethod
     def of(cls, stages: PipelineStages, rounds: int, parts: ModelFunctions, params: Params) -> _Operands:
@@ -89,7 +90,7 @@ class _Operands(NamedTuple):
             return {name: list(of_groups[cut]) for name, cut in cuts.items()}
 
         blocks, numbers = by_group(params["blocks"], groups), rows_by_group(parts.numbers, groups)
-        axes = by_group(parts.axes["blocks"], groups)
+        axes = by_group(parts.axes.get("blocks", {}), groups)
         layer = map_axes(lambda names: names[1:], axes[pipelined])
         ends = {name: params[name] for name in ("embed", "head")}
         return cls(
@@ -100,7 +101,7 @@ class _Operands(NamedTuple):
                 around_pipelined(numbers),
                 fold(Stack(blocks[pipelined], numbers[pipelined]), rounds),
             ),
-            {**{name: parts.axes[name] for name in ends}, **around_pipelined(axes), "layer": layer},
+            {**{name: parts.axes.get(name, {}) for name in ends}, **around_pipelined(axes), "layer": layer},
         )
 
 
@@ -119,7 +120,7 @@ def _gradients(
     run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), stages.folded, P()))
     summed, blocks, losses, results, means, whole_means = run(*given.arrays, batch)
     blocks = joined_groups([*summed.pop("before"), unfold(blocks), *summed.pop("after")])
-    total = parts.constrain({**summed, "blocks": blocks})
+    total = parts.constrain(picked({**summed, "blocks": blocks}, parts.axes))
     metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means, whole_means))
     return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), None
 
@@ -158,7 +159,8 @@ def _loss(rounds: int, parts: ModelFunctions, params: Params, batch: Batch) -> t
 
 
 class _Sums(NamedTuple):
-    """Sums over the ticks, float32: gradients, of `Forward.tables` only for this stage's part; and the losses."""
+    """Sums over the ticks, float32: gradients of the trained parameters, of `Forward.tables` only for this stage's
+    part; and the losses."""
 
     tables: Params
     blocks: Params
@@ -211,8 +213,13 @@ class _Backward:
         wire = f.wire()
         inputs = jnp.zeros((f.ticks.rounds, f.ticks.slots, f.virtual_stage.layers, *wire.shape), wire.dtype)
         zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
-        sums = _Sums(zeros(f.tables), zeros(f.stack.params), f.no_losses())
+        layers = picked(f.stack.params, self.axes["layer"])
+        sums = _Sums(zeros(self._trained(f.tables)), zeros(layers), f.no_losses())
         return _Carry(wire, wire, self._constrain_kept(inputs), sums)
+
+    def _trained(self, tables: Params) -> Params:
+        """The trained part of some tables."""
+        return picked(tables, {name: self.axes[name] for name in tables})
 
     def _tick(self, forward: bool, backward: bool, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         stages, y_BTD, dy_BTD = self.forward.stages, carry.x_BTD, carry.dx_BTD
@@ -255,12 +262,12 @@ class _Backward:
         batch = f.microbatch(item)
         y_BTD, after, pull_after = self._leave(item, y_BTD)
         tables = {name: f.tables[name] for name in ("head", *["embed"][: f.parts.tied])}
-        loss = jax.value_and_grad(lambda tables, y: f.head(tables, y, batch), (0, 1), has_aux=True)
-        (value, results), (gradient, dy_BTD) = loss(tables, f.stages.share_of_last(y_BTD))
+        loss = jax.value_and_grad(lambda trained, y: f.head(merged(tables, trained), y, batch), (0, 1), has_aux=True)
+        (value, results), (gradient, dy_BTD) = loss(self._trained(tables), f.stages.share_of_last(y_BTD))
         dy_BTD, of_after = pull_after(f.stages.gather(dy_BTD))
-        tables = _added(_added(sums.tables, self._settled(gradient)), self._settled(of_after))
+        total = _added(_added(sums.tables, self._settled(gradient)), self._settled(of_after))
         losses = f.note_after(f.add(sums.losses, item, value, results), item, after)
-        return dy_BTD, _Sums(self._settled(tables), sums.blocks, losses)
+        return dy_BTD, _Sums(self._settled(total), sums.blocks, losses)
 
     def _leave(
         self, item: Item, y_BTD: jax.Array
@@ -269,16 +276,20 @@ class _Backward:
         f, batch = self.forward, self.forward.microbatch(item)
         if not f.whole_groups["after"]:
             return y_BTD, {}, lambda dy_BTD: (dy_BTD, {})
-        learned, pull_learned = jax.vjp(lambda params: f.parts.embed(params, batch).learned, f.tables["embed"])
+        table, layers = f.tables["embed"], f.tables["after"]
+        learned, pull_learned = jax.vjp(
+            lambda trained: f.parts.embed(merged(table, trained), batch).learned, picked(table, self.axes["embed"])
+        )
         stream = f.parts.embed(f.tables["embed"], batch)
 
         def leave(
-            params: Sequence[Block], y_BTD: jax.Array, learned: Shared
+            trained: Sequence[Block], y_BTD: jax.Array, learned: Shared
         ) -> tuple[tuple[jax.Array, jax.Array], Means]:
+            params = merged(layers, trained)
             y_BTD, means = f.pass_whole("after", params, stream._replace(x_BTD=y_BTD, learned=learned))
             return (y_BTD, f.parts.loss_of_layers(means)), means
 
-        (y_BTD, _), pull, means = jax.vjp(leave, f.tables["after"], y_BTD, learned, has_aux=True)
+        (y_BTD, _), pull, means = jax.vjp(leave, picked(layers, self.axes["after"]), y_BTD, learned, has_aux=True)
         used = item.valid & (f.stages.index == f.stages.last)
 
         def gradient(dy_BTD: jax.Array) -> tuple[jax.Array, Params]:
@@ -298,11 +309,11 @@ class _Backward:
         batch, slot = f.microbatch(item), item.microbatch % f.ticks.slots
         last = (stage == f.stages.last) & (item.round == f.ticks.rounds - 1)
 
-        def embed(params: Params) -> tuple[_Start, Stream]:
-            stream = f.parts.embed(params, batch)
+        def embed(trained: Params) -> tuple[_Start, Stream]:
+            stream = f.parts.embed(merged(f.tables["embed"], trained), batch)
             return (stream.x_BTD, stream.learned), stream
 
-        _, pull_embed, stream = jax.vjp(embed, f.tables["embed"], has_aux=True)
+        _, pull_embed, stream = jax.vjp(embed, picked(f.tables["embed"], self.axes["embed"]), has_aux=True)
         start = jnp.where(last, dy_BTD, carry.dx_BTD), jax.tree.map(jnp.zeros_like, stream.learned)
         inputs = at(carry.kept, item.round, slot)
         (dx_BTD, dlearned), blocks = self._pull_virtual_stage(item, start, stream, inputs, sums.blocks)
@@ -322,11 +333,14 @@ class _Backward:
         """The backward pass of the groups before the pipelined one: the gradient of `Stream.learned` with their part,
         and the gradients of their parameters and input. Their loss counts only where `first` is true."""
 
-        def before(params: Sequence[Block], x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
+        layers = self.forward.tables["before"]
+
+        def before(trained: Sequence[Block], x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
+            params = merged(layers, trained)
             x_BTD, means = self.forward.pass_whole("before", params, stream._replace(x_BTD=x_BTD, learned=learned))
             return x_BTD, self.forward.parts.loss_of_layers(means)
 
-        _, pull = jax.vjp(before, self.forward.tables["before"], stream.x_BTD, stream.learned)
+        _, pull = jax.vjp(before, picked(layers, self.axes["before"]), stream.x_BTD, stream.learned)
         gradient, dx_BTD, dl = pull((dy_BTD, first.astype(jnp.float32)))
         return jax.tree.map(jnp.add, dlearned, dl), (gradient, dx_BTD)
 
@@ -344,13 +358,16 @@ class _Backward:
             (dy_BTD, dlearned), total = carry
             params, numbers = f.stack.layer(item.round, rows, index)
 
-            def layer(params: Block, x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
-                y_BTD, means = f.parts.layer_of(kind)(params, stream._replace(x_BTD=x_BTD, learned=learned), numbers)
+            axes = {name: self.axes["layer"][name] for name in params if name in self.axes["layer"]}
+
+            def layer(trained: Block, x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
+                before = stream._replace(x_BTD=x_BTD, learned=learned)
+                y_BTD, means = f.parts.layer_of(kind)(merged(params, trained), before, numbers)
                 return y_BTD, f.parts.loss_of_layer(means)
 
-            _, pull = jax.vjp(layer, params, inputs[index], stream.learned)
+            _, pull = jax.vjp(layer, picked(params, axes), inputs[index], stream.learned)
             gradient, dx_BTD, dl = pull((dy_BTD, jnp.ones(())))
-            gradient = constrain_tree(gradient, sums, {name: self.axes["layer"][name] for name in gradient})
+            gradient = constrain_tree(gradient, sums, axes)
             gradient = _masked(item.valid, gradient)
             new = {
                 name: jax.tree.map(
@@ -359,6 +376,7 @@ class _Backward:
                     gradient[name],
                 )
                 for name, row in rows.items()
+                if name in gradient
             }
             dlearned = jax.tree.map(jnp.add, dlearned, dl)
             return ((dx_BTD, dlearned), {**total, **new}), (None, {})

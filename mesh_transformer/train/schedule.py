@@ -5,8 +5,8 @@ Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T posit
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,27 @@ Metrics = dict[str, Any]
 
 
 def side_by_side(trained: Params, frozen: Params) -> Params:
-    """The parameters from two parts. Each part has whole stages (embed, blocks, head)."""
-    return {**trained, **frozen}
+    """The parameters from two parts that have no parameter in common."""
+    return merged(frozen, trained)
+
+
+def picked(tree: Tree, like: object) -> Tree:
+    """The leaves of a tree of dictionaries and lists that have the names of leaves of `like`."""
+    if isinstance(like, Mapping) and isinstance(tree, Mapping):
+        return cast(Tree, {name: picked(tree[name], part) for name, part in like.items()})
+    if isinstance(like, list) and isinstance(tree, list):
+        return cast(Tree, [picked(*pair) for pair in zip(tree, like, strict=True)])
+    return tree
+
+
+def merged(tree: Tree, part: object) -> Tree:
+    """A tree of dictionaries and lists with the leaves of `part`, which has some of its names or others."""
+    if isinstance(part, Mapping) and isinstance(tree, Mapping):
+        leaves = {name: merged(tree[name], leaf) if name in tree else leaf for name, leaf in part.items()}
+        return cast(Tree, {**tree, **leaves})
+    if isinstance(part, list) and isinstance(tree, list):
+        return cast(Tree, [merged(*pair) for pair in zip(tree, part, strict=True)])
+    return cast(Tree, part)
 
 
 def only_loss(loss: jax.Array, results: Results, means: Means) -> Metrics:

@@ -43,7 +43,7 @@ from mesh_transformer.train.schedule import Metrics, ModelFunctions, StepSchedul
 
 
 class TrainState(NamedTuple):
-    """The state that a step changes and a checkpoint contains."""
+    """The state that a step changes, and what it reads besides the batch."""
 
     # int32: finished steps, skipped updates included
     step: jax.Array
@@ -53,13 +53,13 @@ class TrainState(NamedTuple):
     noise: NoiseAverages
     # int32: updates skipped because a loss or norm was not finite
     skipped: jax.Array
-    # the second argument of `transform`; empty in a run of the commands
+    # the frozen parameters, in the compute dtype: the second argument of `transform`
     frozen: Params
 
 
-def all_trained(params: Params) -> tuple[Params, Params]:
-    """The trained and the frozen part of a tree like the parameters, if every parameter is trained."""
-    return params, {}
+def stored(state: TrainState) -> TrainState:
+    """The part of a state that a checkpoint holds: all but the frozen parameters."""
+    return state._replace(frozen={})
 
 
 class TrainProgram:
@@ -73,7 +73,7 @@ class TrainProgram:
         placement: Placement,
         config: Config,
         *,
-        split: Callable[[Params], tuple[Params, Params]] = all_trained,
+        split: Callable[[Params], tuple[Params, Params]] | None = None,
         transform: Callable[[Params, Params], Params] = side_by_side,
         schedule: StepSchedule | None = None,
         sources: int = 0,
@@ -81,18 +81,19 @@ class TrainProgram:
         """Prepare the functions. Nothing is compiled.
 
         Args:
-            split: a tree like the model's parameters -> its trained and its frozen part.
+            split: a tree like the model's parameters -> its trained and its frozen part, by default
+                `Parameters.split`.
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
             schedule: the order in which microbatches and layers are computed, by default the config's schedule.
             sources: the number of sources whose losses a step returns, given `Sequences.sources`.
 
         Raises:
-            UserError: mesh.pp is over 1, and `split` or `transform` is given.
+            UserError: mesh.pp is over 1, and `transform` is given.
         """
         self.placement, self.config = placement, config
         self.model, self.partition = placement.model, placement.partition
-        self.split, self.transform, self.sources = split, transform, sources
+        self.split, self.transform, self.sources = split or self.model.split, transform, sources
         self.schedule = schedule or self._schedule()
         self._dispatch = Dispatch(config.experts.exchange, config.experts.capacity_factor)
         self._router_loss = functools.partial(experts.router_loss, config.experts, self.model.decoder.expert_layers)
@@ -102,17 +103,16 @@ class TrainProgram:
             self.schedule = summed_once(self.schedule)
         self.moments = self.partition.with_rules(**moment_rules(config.mesh))
         self._tiles = self._vocab_tiles()
-        self.axes, self.frozen_axes = split(self.model.axes)
+        self.axes, self.frozen_axes = self.split(self.model.axes)
         self.optimizer = Optimizer(config.optimizer, self.axes)
         shapes = jax.eval_shape(self._fresh, self.model.shapes)
         self.state_shardings = self._state_shardings(shapes)
         # the shapes, dtypes and shardings for restoring a checkpoint
         self.abstract_state = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, self.state_shardings)
-        replicated = self.partition.sharding()
+        replicated, self.eval_sharding = self.partition.sharding(), self.partition.sharding("batch")
         self.batch_sharding = self.partition.sharding(None, "batch")
-        self.eval_sharding = self.partition.sharding("batch")
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
-        self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1, 2))
+        self.begin = jax.jit(self._begin, out_shardings=self.state_shardings, donate_argnums=(0, 1, 2))
         self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
         options = platforms.compiler_options(self.partition.devices.flatten().tolist())
         self.train_step = jax.jit(
@@ -129,18 +129,30 @@ class TrainProgram:
             out_shardings=replicated,
         )
 
+    @functools.cached_property
+    def fresh_params(self) -> Callable[[jax.Array], Params]:
+        """New trained parameters, from a key, jitted. XLA does not draw those that are frozen."""
+        return jax.jit(lambda key: self.split(self.model.init(key))[0], out_shardings=self.state_shardings.params)
+
+    def parameters(self, state: TrainState) -> Params:
+        """All parameters of the model: those that are trained in float32, and those that are frozen."""
+        return self.transform(state.params, state.frozen)
+
     @property
     def length(self) -> int:
         """Positions of a sequence of the data, which may be fewer than the model's positions."""
         return self.config.data.seq or self.model.decoder.seq
 
+    @property
+    def _drops(self) -> bool:
+        """Whether a step has dropout."""
+        return self.config.optimizer.dropout > 0 or any(form.dropout for form in self.model.decoder.forms)
+
     def _schedule(self) -> StepSchedule:
         if self.placement.size("layers") == 1:
             return sequential
-        if (self.split, self.transform) != (all_trained, side_by_side):
-            raise UserError(
-                "mesh.pp trains all parameters of the model as they are: set mesh.pp=1 to freeze or change some"
-            )
+        if self.transform is not side_by_side:
+            raise UserError("mesh.pp computes the parameters as they are: set mesh.pp=1 to change some")
         return pipeline.schedule(self.config.mesh.rounds_of_layers)
 
     def _vocab_tiles(self) -> VocabTiles:
@@ -162,7 +174,12 @@ class TrainProgram:
     def _fresh(self, params: Params) -> TrainState:
         """The state at step 0, from the parameters of the model."""
         trained, frozen = self.split(params)
-        return _begin(trained, self.optimizer.init(trained), frozen)
+        return self._begin(trained, self.optimizer.init(trained), frozen)
+
+    def _begin(self, params: Params, opt_state: OptState, frozen: Params) -> TrainState:
+        """The state at step 0, with these parameters and this optimizer state."""
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, opt_state, NoiseAverages.empty(), zero, self.model.cast(frozen))
 
     def _train_step(self, state: TrainState, sequences: Sequences | jax.Array) -> tuple[TrainState, Metrics]:
         """One update from sequences (A, B, T + 1), or from their tokens alone.
@@ -183,7 +200,7 @@ class TrainProgram:
             params = experts.updated_bias(params, means, self.config.experts.bias_rate)
             metrics = metrics | experts.metrics(means)
         # Of the new parameters, which exist anyway; otherwise XLA computes the updates twice.
-        param_norm = optax.tree.norm(self.model.without_padding(self.transform(params, state.frozen)))
+        param_norm = optax.tree.norm(self.model.without_padding(params, self.axes))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
         # the noise scale compares gradients of equally many sequences, which must have equal weights
@@ -208,7 +225,7 @@ class TrainProgram:
         params = self._for_compute(state.params, self.axes)
         frozen = self._for_compute(state.frozen, self.frozen_axes)
         parts, noise_ABT2 = self._parts(self._objective, self._dispatch), None
-        if self.config.optimizer.dropout:
+        if self._drops:
             *microbatch, length = sequences.tokens.shape
             noise_ABT2 = noise(self.config.model.seed, state.step, (*microbatch, length - 1))
         return self.schedule.gradients(parts, params, frozen, Batch.of(sequences, self._replicas, noise_ABT2))
@@ -234,7 +251,7 @@ class TrainProgram:
                 LayerGroup(tuple(kinds[kind.layer] for kind in group.period), group.repeats)
                 for group in self.model.layer_groups
             ),
-            numbers=layer_numbers(self.model.decoder, counted=self.config.optimizer.dropout > 0),
+            numbers=layer_numbers(self.model.decoder, counted=self._drops),
             kept=KEPT.get(compute.remat),
             unroll=compute.scan_unroll,
             tied=self.model.decoder.tied,
@@ -299,7 +316,7 @@ class TrainProgram:
     def _eval_step(self, params: Params, sequences: Sequences | jax.Array) -> Metrics:
         """Mean loss without z-loss, loss of the last token, and accuracy, over the learned targets of sequences (B,
         T + 1); "tokens", the number of these targets; of a model with experts, also their load (`experts.load`).
-        `params`: float32, all."""
+        `params`: all, as `parameters` returns them."""
         sequences = as_sequences(sequences)
         check_documents(self.model.decoder, sequences)
         with use(self.partition):
@@ -309,12 +326,6 @@ class TrainProgram:
             loss, scored, means = self.schedule.loss(parts, params, Batch.of(sequences))
             metrics = {"loss": loss, **evaluation_metrics(scored, self._order(scored))}
         return {**metrics, experts.LOAD: experts.load(means)} if means else metrics
-
-
-def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
-    """The state at step 0, with these parameters and this optimizer state."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, opt_state, NoiseAverages.empty(), zero, frozen)
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:

@@ -15,7 +15,8 @@ from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
-from mesh_transformer.train.step import TrainProgram, all_trained, compile_step, side_by_side
+from mesh_transformer.train.schedule import side_by_side
+from mesh_transformer.train.step import TrainProgram, compile_step
 
 SHAPES = [
     (2, 1, 1),
@@ -115,13 +116,28 @@ def test_refused(changes: list[str], message: str) -> None:
         parse_config({**TINY, "model": MODEL}, changes)
 
 
-def test_frozen_parameters_are_refused() -> None:
+def test_changed_parameters_are_refused() -> None:
     config = parse_config({**TINY, "model": MODEL}, ["mesh.pp=2"])
     placement = Placement.of(config, jax.devices()[:2])
-    with pytest.raises(UserError, match=r"mesh\.pp trains all parameters"):
-        TrainProgram(
-            placement, config, split=all_trained, transform=lambda trained, frozen: side_by_side(trained, frozen)
-        )
+    with pytest.raises(UserError, match=r"mesh\.pp computes the parameters as they are"):
+        TrainProgram(placement, config, transform=lambda trained, frozen: side_by_side(trained, frozen))
+
+
+def test_frozen_stages_train_as_on_one_device() -> None:
+    """Of any part that a user freezes."""
+
+    def split(params: dict) -> tuple[dict, dict]:
+        return {"blocks": params["blocks"]}, {name: params[name] for name in ("embed", "head")}
+
+    losses = []
+    for changes, devices in ([], 1), (["mesh.pp=2"], 2):
+        run = program({**TINY, "model": MODEL}, *changes, devices=devices, remat="full")
+        run = TrainProgram(run.placement, run.config, split=split)
+        state = run.init(jax.random.key(0))
+        for _ in range(3):
+            state, metrics = run.train_step(state, np.arange(2 * 8 * 41).reshape(2, 8, 41) % 512)
+        losses.append(float(metrics["train/loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_memory_is_flat_in_the_microbatches_and_no_stack_is_gathered() -> None:

@@ -95,7 +95,8 @@ class MeshPlan:
             _count_whole(sizes, held, starts(decoder.layer_groups)[pipelined], len(decoder.layers))
         state = program.abstract_state
         slices = {device.id: number for number, members in enumerate(platforms.by_slice(devices)) for device in members}
-        return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state), slices)
+        parameters = bytes_per_device(state.params) + bytes_per_device(state.frozen)
+        return cls(shape, sizes, held, parameters, bytes_per_device(state.opt_state), slices)
 
     @functools.cached_property
     def hosts(self) -> dict[int, list[Holding]]:

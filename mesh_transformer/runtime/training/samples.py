@@ -69,7 +69,6 @@ class PromptSamples:
         # a chat template may write the time of day
         self._prompts = [EncodedPrompt(*prompt) for prompt in from_first_process(encoded)]
         check_prompts(self._prompts, config)
-        self._cast = jax.jit(session.whole_sequences.cast)
 
     def __bool__(self) -> bool:
         """Whether there are prompts."""
@@ -87,8 +86,8 @@ class PromptSamples:
         return bool(self) and (step % every == 0 or step == config.optimizer.total_steps)
 
     def run(self, params: Params, step: int, folder: str, report: MetricsReporter) -> bool:
-        """Sample with float32 parameters, and report the samples to the log, to `folder`/samples.jsonl and to the sinks
-        of `report`. Samples that the file has for this step already are not reported again.
+        """Sample with the parameters of a run, and report the samples to the log, to `folder`/samples.jsonl and to the
+        sinks of `report`. Samples that the file has for this step already are not reported again.
 
         Returns:
             Whether all samples were computed. If not, none is reported.
@@ -129,7 +128,7 @@ class PromptSamples:
             leave=False,
             quiet=jax.process_index() > 0,
         )
-        engine = self._loaded_engine(self._cast(params))
+        engine = self._loaded_engine(self._session.whole_sequences.in_compute_dtype(params))
         for i, _, text in complete(engine, inputs):
             if jax.process_count() == 1 and self._stop():
                 break
