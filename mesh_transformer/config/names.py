@@ -20,7 +20,7 @@ MAX_KEYS = 1000
 NEAR = 0.75
 UNKNOWN = "not a field of this program"
 # other names that --set accepts for a field
-OTHER_NAMES = {**classic.RENAMED, "model.scan_unroll": ("compute", "scan_unroll")}
+OTHER_NAMES = {"dropout": ("optimizer", "dropout"), **classic.RENAMED, "model.scan_unroll": ("compute", "scan_unroll")}
 # the fields with named entries
 _ENTRIES = {"data.val_set": "data.val_set.NAME=FILE", "data.train_set": "data.train_set.NAME.FIELD=VALUE"}
 # What other programs call our fields. Messages suggest the field; the name itself is refused.
@@ -50,6 +50,10 @@ _ALIASES_OF = {
     "mesh.tp": "mp model_parallel tensor_parallel tp_size mp_size",
     "mesh.cp": "context_parallel context_parallel_size cp_size sequence_parallel sp ring_degree",
     "mesh.dp": "data_parallel dp_size",
+    "lora.rank": "lora_r lora_rank lora_dim adapter_rank load_in_4bit load_in_8bit use_lora",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "target_modules lora_targets lora_target_modules",
     "optimizer.name": "optim optimizer_name optimizer_type optim_type",
     "optimizer.lr": "learning_rate max_lr peak_lr lr_max",
     "optimizer.end_lr": "min_lr final_lr lr_min",

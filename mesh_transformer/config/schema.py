@@ -8,6 +8,7 @@ from annotated_types import Le
 from pydantic import Field, model_validator
 
 from mesh_transformer.config.data import DataConfig
+from mesh_transformer.config.lora import LoraConfig, with_adapters
 from mesh_transformer.config.mesh import (
     MeshConfig,
     MeshShape,
@@ -189,6 +190,7 @@ class Config(ConfigGroup):
     mesh: MeshConfig = MeshConfig()
     compute: ComputeConfig = ComputeConfig()
     experts: ExpertsConfig = ExpertsConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: Annotated[OptimizerConfig, Variants("name", OPTIMIZERS)] = adam.AdamConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -218,8 +220,8 @@ class Config(ConfigGroup):
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder that the config describes."""
-        return _decoder(self.model)
+        """The decoder that the config describes, with its adapters."""
+        return _decoder(self.model, self.lora)
 
     @property
     def sizes(self) -> dict[str, list[Size]]:
@@ -290,8 +292,8 @@ class Config(ConfigGroup):
 
 # a search makes hundreds of configs of one model
 @functools.lru_cache(maxsize=8)
-def _decoder(model: ModelConfig) -> Decoder:
-    return model.decoder()
+def _decoder(model: ModelConfig, lora: LoraConfig) -> Decoder:
+    return with_adapters(model.decoder(), lora, model)
 
 
 VARIANTS = marks(Config, Variants)
