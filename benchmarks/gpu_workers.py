@@ -173,7 +173,7 @@ def _trained(measured: dict[str, Any], arguments: argparse.Namespace) -> dict[st
     config, known = common.config_of(arguments), accelerators.of_device(arguments.device_kind)
     figures = {"tokens_per_s": measured["tokens_per_s"], "peak_gib": measured["peak_memory_mib"] / 1024}
     if known:
-        flops = measured["tokens_per_s"] * flops_per_token(config.model.decoder(), config.seq)
+        flops = measured["tokens_per_s"] * flops_per_token(config.decoder, config.seq)
         figures["mfu"] = flops / (1e12 * known.peak_tflops)
     return _rounded(figures)
 

@@ -73,8 +73,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     return {
         "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
         "peak_memory_mib": common.own_peak_memory_mib(),
-        "parameters": count_parameters(step.state.params),
-        "flops_per_token": flops_per_token(config.model.decoder(), config.seq),
+        "parameters": count_parameters(step.state.params) + count_parameters(step.state.frozen),
+        "flops_per_token": flops_per_token(config.decoder, config.seq),
         # 0: unknown
         "peak_tflops": accelerator.peak_tflops if accelerator else 0,
     }

@@ -132,8 +132,14 @@ def _memory(step: StepSizes, fused: float | None) -> dict[str, float]:
     moment_bytes = 2 if getattr(step.config.optimizer, "moments_dtype", "float32") == "bfloat16" else FLOAT32_BYTES
     per_step = step.config.mesh.gather_weights == "per_step"
     weights = step.elements("embed", "blocks", "head", gathered=per_step) * step.item_bytes
+    gradients, frozen = weights, 0.0
+    if step.decoder.adapted:
+        frozen = (step.all_elements - step.trained_elements) * step.item_bytes
+        gradients = step.trained_elements * step.item_bytes
+        weights = weights if per_step else gradients
     always = {
-        "parameters": step.all_elements * FLOAT32_BYTES,
+        "parameters": step.trained_elements * FLOAT32_BYTES,
+        "frozen parameters": frozen,
         "optimizer state": step.slot_elements * moment_bytes,
         "weights in the compute dtype": weights if step.item_bytes < FLOAT32_BYTES or per_step else 0.0,
         "sums of gradients": step.sum_elements * FLOAT32_BYTES if step.accumulation > 1 else 0.0,
@@ -141,11 +147,12 @@ def _memory(step: StepSizes, fused: float | None) -> dict[str, float]:
     }
     gathers = step.parts("embed") > 1 and not per_step
     live = max(_live_bytes(layer, _share(layer, fused)) + (layer.weights if gathers else 0.0) for layer in step.layers)
-    backward = {**always, "gradients": weights, "one layer": live}
+    backward = {**always, "gradients": gradients, "one layer": live}
     # the loss of a chunk of the positions, with the head's gradient in float32
     chunk = min(step.vocab_logits, MIB * step.logits_mib)
     head = step.elements("head", gathered=True)
-    loss = {**always, "loss": LIVE_VOCAB_LOGITS * chunk + (FLOAT32_BYTES + step.item_bytes) * head}
+    of_head = step.item_bytes if step.decoder.adapted else FLOAT32_BYTES + step.item_bytes
+    loss = {**always, "loss": LIVE_VOCAB_LOGITS * chunk + of_head * head}
     largest = max(backward, loss, key=lambda uses: sum(uses.values()))
     return {use: n_bytes / GIB for use, n_bytes in largest.items() if n_bytes}
 
@@ -214,7 +221,8 @@ def _products(layer: LayerSizes, rates: DeviceRates) -> float:
         of_experts = experts.columns(layer)
         hidden, ff_out = hidden + more * of_experts[0], ff_out + more * of_experts[1]
     recomputed = again.qkv * qkv + again.out * out + again.hidden * hidden + again.ff_out * ff_out
-    columns = 3 * (qkv + out + hidden + ff_out) + recomputed
+    # a frozen matrix has no gradient; the products of adapters are left out
+    columns = (2 if step.decoder.adapted else 3) * (qkv + out + hidden + ff_out) + recomputed
     return 2 * step.rows * step.width * columns / rates.products
 
 
@@ -252,4 +260,7 @@ def _passes(layer: LayerSizes, fused: float | None) -> float:
 def _head(step: StepSizes, rates: DeviceRates) -> float:
     """The products with the head's matrix, and the loss."""
     columns = step.decoder.padded_vocab / step.parts("vocab")
-    return 6 * step.rows * step.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes
+    operations = 4 if step.decoder.adapted else 6
+    return (
+        operations * step.rows * step.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes
+    )

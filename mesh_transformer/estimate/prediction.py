@@ -39,6 +39,7 @@ _TIME_OF_THE_FORMULA: Mapping[str, Part] = {
     "exchange of tokens": "collectives",
 }
 _MEMORY_OF_THE_FORMULA = {
+    "frozen parameters": "frozen",
     "optimizer state": "moments",
     "weights in the compute dtype": "weights",
     "sums of gradients": "gradients",

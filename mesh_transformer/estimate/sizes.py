@@ -79,6 +79,12 @@ class StepSizes:
         return self.decoder.arrays(self.virtual_stages)
 
     @functools.cached_property
+    def trained(self) -> Arrays:
+        """The trained parameters, by their path: all, or the adapters."""
+        adapted = self.decoder.adapted
+        return {path: array for path, array in self.table.items() if array.adapter or not adapted}
+
+    @functools.cached_property
     def _parts(self) -> dict[str | None, int]:
         return {name: self.partition.size(name) for name in (None, *self.partition.rules)}
 
@@ -150,21 +156,28 @@ class StepSizes:
         """Elements of all parameters."""
         return self.elements("embed", "blocks", "head")
 
+    @functools.cached_property
+    def trained_elements(self) -> float:
+        """Elements of the trained parameters."""
+        return sum(self.array_elements(array.axes, array.shape) for array in self.trained.values())
+
     def elements_with(self, name: str) -> float:
-        """Elements of the parameters that have a dimension of this name."""
-        return sum(self.array_elements(array.axes, array.shape) for array in self.table.values() if name in array.axes)
+        """Elements of the trained parameters that have a dimension of this name."""
+        return sum(
+            self.array_elements(array.axes, array.shape) for array in self.trained.values() if name in array.axes
+        )
 
     @functools.cached_property
     def sum_elements(self) -> float:
         """Elements of the sums of gradients."""
-        return sum(self.array_elements(array.axes, array.shape, moments=True) for array in self.table.values())
+        return sum(self.array_elements(array.axes, array.shape, moments=True) for array in self.trained.values())
 
     @functools.cached_property
     def slot_elements(self) -> float:
         """Elements of the optimizer's state."""
         total = 0.0
         for rule in self.config.optimizer.slots.values():
-            for array in self.table.values():
+            for array in self.trained.values():
                 axes = rule(array.axes, array.shape)
                 sizes = dict(zip(array.axes, array.shape, strict=True))
                 # a dimension that only the slot leaves unnamed has size 1
@@ -291,7 +304,7 @@ class LayerSizes:
     @functools.cached_property
     def arrays(self) -> Arrays:
         """The parameters of the layer."""
-        return self.kind.arrays(self.step.width)
+        return self.step.decoder.layer_arrays(self.kind)
 
     @property
     def matrices(self) -> int:

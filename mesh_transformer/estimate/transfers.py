@@ -78,13 +78,15 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
     kind = "all-reduce" if over_all and step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
     gathers = step.config.mesh.gather_weights == "per_layer"
     tables = step.elements("embed", "head", gathered=True) * step.item_bytes
-    moved = seconds(kind, tables, summed) + gathers * seconds("all-gather", tables, weights)
+    # frozen parameters have no gradients, and those of adapters are small
+    summed_share = 0 if step.decoder.adapted else 1
+    moved = summed_share * seconds(kind, tables, summed) + gathers * seconds("all-gather", tables, weights)
     # small transfers cost their latency: biases, and the scales of norms
     delay = (everyone.size > 1) * seconds("all-reduce", 1, step.group(tuple(step.partition.mesh.shape)))
     for layer in step.layers:
         # a transfer for each matrix and each split vector; libtpu sums the gradients of two matrices at once
         matrix, count = layer.weights / layer.matrices, layer.count * layer.matrices
-        moved += count / 2 * seconds(kind, 2 * matrix, summed) + 2 * layer.count * delay
+        moved += summed_share * count / 2 * seconds(kind, 2 * matrix, summed) + 2 * layer.count * delay
         # no policy keeps gathered weights: the backward pass gathers them again
         vectors = layer.count * layer.split_vectors * seconds("all-gather", 1, weights)
         moved += 2 * gathers * (count * seconds("all-gather", matrix, weights) + vectors)
@@ -94,7 +96,7 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
         # the devices that split the experts sum the gradients of all other parameters
         split = step.elements_with("experts")
         alike = step.group([axis for axis in rules["batch"] or () if axis not in (*embed, *(rules["experts"] or ()))])
-        gradient = seconds(kind, (step.all_elements - split) * step.item_bytes, replicas)
+        gradient = seconds(kind, (step.trained_elements - split) * step.item_bytes, replicas)
         gradient += seconds(kind, split * step.item_bytes, alike)
     return {"gathered weights": moved, "sums over replicas": gradient}
 
@@ -108,7 +110,7 @@ def of_step(step: StepSizes) -> dict[str, float]:
         gathered = step.elements("embed", "blocks", "head", gathered=True) * step.item_bytes
         seconds["gathered weights"] = _transfer(step.accelerator, "all-gather", gathered, step.group(embed))
     updated = step.group([axis for axis in moments if axis not in embed])
-    n_bytes = step.all_elements * FLOAT32_BYTES
+    n_bytes = step.trained_elements * FLOAT32_BYTES
     seconds["sums over replicas"] = _transfer(step.accelerator, "all-gather", n_bytes, updated)
     if step.config.mesh.sum_gradients == "per_step":
         replicas = step.group([axis for axis in step.partition.rules["batch"] or () if axis not in embed])

@@ -59,9 +59,11 @@ class RunPlan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of a checkpoint: float32 parameters, and two moments of each."""
+        """The size of a checkpoint: the trained parameters in float32, and two moments of each."""
         moment = 2 if self.grouped["optimizer"].get("moments_dtype") == "bfloat16" else 4
-        return self.parameters * (4 + 2 * moment)
+        arrays = parse_config(self.grouped).decoder.arrays().values()
+        adapters = sum(array.size for array in arrays if array.adapter)
+        return (adapters or self.parameters) * (4 + 2 * moment)
 
     @property
     def hours(self) -> float:
@@ -278,6 +280,8 @@ def _placed(case: _Case, sequences: int) -> Placed:
     if placed is None and case.sized:
         # bfloat16 moments halve the optimizer's state; a model that the user chose stays as large
         placed = case.machine.place({**draft, "optimizer": {"moments_dtype": "bfloat16"}})
+    if placed is None and case.tuned:
+        placed = case.machine.place({**draft, "lora": {"rank": rule.LORA_RANK}})
     if placed is None:
         raise Refusal(f"{_described(case)} does not fit {case.machine.name}", "model" if case.sized else "hardware")
     return placed
@@ -313,7 +317,8 @@ def _completed(case: _Case, placed: Placed, steps: int, step_tokens: int, name: 
     """The config with its schedule and its files."""
     rate = rule.learning_rate(case.parameters)
     if case.tuned:
-        rate, end = rule.TUNE_SHARE * rate, rule.TUNE_END_SHARE
+        share = rule.LORA_SHARE if "lora" in placed.grouped else rule.TUNE_SHARE
+        rate, end = share * rate, rule.TUNE_END_SHARE
         warm_up = max(1, round(rule.TUNE_WARM_UP_SHARE * steps))
         # the loss is that of transformers
         rest: dict[str, Any] = {"z_loss": 0}

@@ -34,6 +34,10 @@ TUNE_SHARE, TUNE_END_SHARE, TUNE_WARM_UP_SHARE = 0.4, 0.2, 0.1
 """From the same config: its peak learning rate as a share of the pretraining's, the end as a share of the peak, and the
 warm-up as a share of the steps."""
 
+LORA_RANK, LORA_SHARE = 16, 4.0
+"""The rank of adapters, and the peak learning rate that adapters get: ten times that of a fine-tuning of all parameters
+(Schulman and Thinking Machines Lab 2025, "LoRA Without Regret")."""
+
 # the loss of Hoffmann et al. (approach 3, appendix D.3)
 _LEAST_LOSS = 1.69
 _OF_PARAMETERS, _PARAMETERS_POWER = 406.4, 0.34

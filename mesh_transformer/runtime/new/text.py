@@ -23,6 +23,7 @@ _FIELDS = {
     "mesh.tp": "devices that split each layer",
     "mesh.shard_activations": "they also split the positions between the blocks",
     "compute.remat": "what the backward pass computes again, to save memory",
+    "lora.rank": "all parameters do not fit: only adapters are trained (docs/lora.md)",
     "optimizer.moments_dtype": "in float32 the optimizer's state does not fit",
     "optimizer.total_steps": "a run that is longer needs a longer anneal_steps too",
     "data.batch_size": "sequences of a microbatch, on all devices together",
@@ -37,6 +38,7 @@ _TRAIN = {
     "optimizer.gradient_accumulation_steps": "microbatches of a step. A step has a quarter of the critical batch size "
     "(McCandlish et al. 2018, arXiv:1812.06162), or less, so that there are about 1,000 steps",
 }
+_LORA_RATE = "ten times the learning rate of a fine-tuning of all parameters, as adapters need"
 _TUNE = {
     "optimizer.lr": "0.4 of the learning rate of a training of this size, as in configs/6B_finetune_v3-8.json",
     "optimizer.warmup_steps": "a tenth of the steps",
@@ -143,6 +145,8 @@ def _comment(plan: RunPlan, field: str, value: object) -> str:
         return ""
     if field == "data.tokenizer":
         return _BYTES if value == "bytes" else "the tokenizer of the records"
+    if field == "optimizer.lr" and "lora" in plan.grouped:
+        return _LORA_RATE
     return {**_FIELDS, **(_TUNE if plan.checkpoint else _TRAIN)}.get(field, "")
 
 

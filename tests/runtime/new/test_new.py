@@ -143,6 +143,22 @@ def test_a_tuning_begins_with_the_checkpoint(write: Callable[..., Config], capsy
     assert config.optimizer.z_loss == 0
 
 
+def test_adapters_are_trained_where_all_parameters_do_not_fit(
+    write: Callable[..., Config], capsys: pytest.CaptureFixture
+) -> None:
+    config = write("tune", "6B", "big", "rtx4090", "100h")
+    assert config.lora.rank == 16
+    # ten times that of all parameters
+    assert config.optimizer.lr == 5e-4
+    shown = capsys.readouterr().out
+    (trained,) = re.findall(r"Disk: [\d,]+ checkpoints? of ([\d.]+) (?:MB|GB)", shown)
+    adapters = sum(array.size for array in config.decoder.arrays().values() if array.adapter)
+    assert byte_size(12 * adapters).split()[0] == trained
+    text = Path("mine.json").read_text()
+    assert "all parameters do not fit: only adapters are trained (docs/lora.md)" in text
+    assert write("tune", "6B", "big", "v3-8", "1h").lora.rank is None
+
+
 def test_a_short_run_saves_four_times(write: Callable[..., Config], capsys: pytest.CaptureFixture) -> None:
     config = write("train", "70M", "big", "cpu", "200K")
     steps, every = config.optimizer.total_steps, config.checkpoint.ckpt_every
