@@ -65,10 +65,10 @@ ROOMS = {
     ],
     "checkpoint": [
         {"archive", "origin", "target", "tensors"},
-        {"identity"},
+        {"identity", "lora_record"},
         {"format"},
         {"classic", "hf", "native"},
-        {"gguf"},
+        {"gguf", "adapters"},
         {"open", "load"},
         {"store"},
         {"tree"},

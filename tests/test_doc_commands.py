@@ -23,6 +23,7 @@ NIGHTLY = [
     "docs/data.md",
     "docs/evaluate.md",
     "docs/finetune.md",
+    "docs/lora.md",
     "docs/first_chat.md",
     "docs/install.md",
     "docs/parallelism.md",

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.identity import recorded_model
+from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, strict_json
@@ -84,6 +85,11 @@ class StoredCheckpoint:
     @property
     def hf_folder(self) -> Folder | None:
         """The folder with config.json and the tokenizer of the Hugging Face folder that it is or came from, if any."""
+        return None
+
+    @property
+    def adapters(self) -> LoraRecord | None:
+        """What it says of its base, if it holds adapters alone."""
         return None
 
     @property

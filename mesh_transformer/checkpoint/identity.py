@@ -6,14 +6,15 @@ wrote records the model in `model.json`, and a Hugging Face folder in config.jso
 """
 
 import functools
+import json
 from typing import Any
 
 import jax
 
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
-from mesh_transformer.config import ModelConfig, OptimizerConfig, parse_config
+from mesh_transformer.config import LoraConfig, ModelConfig, OptimizerConfig, parse_config
 from mesh_transformer.config.schema import VARIANTS
-from mesh_transformer.errors import UserError, options_to_add
+from mesh_transformer.errors import UserError, options_to_add, set_options
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.logs import log
 from mesh_transformer.optimizers import OPTIMIZERS
@@ -80,6 +81,33 @@ def warn_of_longer_context(source: TensorSource, model: ModelConfig) -> None:
             recorded.seq,
             recorded.seq,
         )
+
+
+def check_lora(source: TensorSource, lora: LoraConfig) -> None:
+    """Refuse to resume a run with adapters as one without them, the reverse, and a run with other adapters.
+
+    Raises:
+        UserError: the message names the field.
+    """
+    config = source.extra.get("config")
+    group = config.get("lora") if isinstance(config, dict) else None
+    try:
+        recorded = LoraConfig(**group) if isinstance(group, dict) else LoraConfig()
+    except ValueError as error:
+        raise UserError(f"{source.where}: the group lora that it records cannot be read: {error}") from error
+    for name in ("rank", "alpha", "targets"):
+        ours, stored = (json.dumps(lora_value(group, name)) for group in (lora, recorded))
+        if ours != stored:
+            raise UserError(
+                f"{source.where} is of a run with lora.{name} {stored}, and the config has {ours}: set it as at the "
+                f"start of the run ({set_options(f'lora.{name}={stored}')}), or choose another checkpoint.model_dir"
+            )
+
+
+def lora_value(lora: LoraConfig, name: str) -> Any:
+    """The value of a field; of an alpha that is not given, its default."""
+    value = getattr(lora, name)
+    return float(lora.rank) if name == "alpha" and value is None and lora.rank else value
 
 
 def check_optimizer(source: TensorSource, optimizer: OptimizerConfig) -> None:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
 from mesh_transformer.checkpoint.native.source import NativeSource, root_cause
-from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
+from mesh_transformer.checkpoint.tensors import CheckedSource, DamagedCheckpoint, TensorSource
 from mesh_transformer.errors import CredentialsError
 from mesh_transformer.logs import Transfer
 
@@ -145,7 +145,7 @@ def _reading(source: TensorSource, abstract: Any) -> Iterator[_Reader]:
     with Transfer("reading", n_bytes) as transfer:
         reader = _Reader(source, transfer)
         yield reader
-    if isinstance(source, NativeSource):
+    if isinstance(source, CheckedSource):
         source.verify(reader.checksums())
 
 
@@ -154,7 +154,7 @@ class _Reader:
 
     def __init__(self, source: TensorSource, transfer: Transfer):
         self._source, self._transfer = source, transfer
-        self._sums: dict[str, int] = defaultdict(int)
+        self._sums: dict[str, int] = {}
 
     def load(self, abstract: Any, rows: Mapping[str, int] | None = None) -> Any:
         """Load whole tensors; or one layer of stacked tensors, given its index in each tensor."""
@@ -163,7 +163,7 @@ class _Reader:
         return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
     def checksums(self) -> dict[str, int]:
-        """The checksum of each tensor, from the parts that all processes have read."""
+        """The checksums by label, from the parts that all processes have read."""
         local = np.array([value % 2**32 for value in self._sums.values()], np.uint32)
         sums = multihost_utils.process_allgather(local).reshape(-1, len(local)).sum(axis=0, dtype=np.uint32)
         return dict(zip(self._sums, map(int, sums), strict=True))
@@ -178,7 +178,9 @@ class _Reader:
             starts_and_stops = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
             devices[tuple(starts_and_stops)].append(device)
         shards = []
-        self._sums.setdefault(name, 0)
+        if isinstance(self._source, CheckedSource):
+            for label in self._source.labels(name):
+                self._sums.setdefault(label, 0)
         for bounds, holders in devices.items():
             local = [device for device in holders if device.process_index == jax.process_index()]
             if not local:
@@ -197,12 +199,12 @@ class _Reader:
         for block in _blocks(bounds):
             stored_bounds = (*stack, *block)
             index = tuple(slice(*pair) for pair in stored_bounds)
-            if not isinstance(self._source, NativeSource):
-                stored = self._source.read(name, index)
+            if isinstance(self._source, CheckedSource):
+                stored, sums = self._source.read_counted(name, index, count=count)
+                for label, value in sums.items():
+                    self._sums[label] += value
             else:
-                stored = self._source.read_stored(name, index)
-                if count:
-                    self._sums[name] += self._source.checksum(name, stored, [start for start, _ in stored_bounds])
+                stored = self._source.read(name, index)
             target = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(block, bounds, strict=True))
             out[target] = stored if row is None else stored[0]
         return out

@@ -5,11 +5,13 @@ import re
 from typing import Any, NamedTuple, Self
 
 from mesh_transformer import files, hub
+from mesh_transformer.checkpoint.adapters import AdaptedSource, BaseSource
 from mesh_transformer.checkpoint.classic.folder import step_numbers
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
 from mesh_transformer.checkpoint.gguf.format import GgufFile
 from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
+from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
@@ -17,6 +19,9 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.logs import log
 
+BASE_ADVICE = "--base DIR says where it is now"
+# adapters may have adapters as their base
+_MOST_BASES = 4
 # The first that finds a checkpoint decides. Native steps beside classic ones are of a run that was resumed from these.
 FORMATS: tuple[type[StoredCheckpoint], ...] = (GgufFile, HubModel, NativeStep, ClassicStep, HFFolder)
 # what to do with a file that is given in place of a folder, by the end of its name
@@ -52,13 +57,17 @@ class Checkpoint:
             folder's contents), or it cannot be read, or the hub has no such model or cannot be reached.
     """
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, base: str | None = None):
+        self.path, self.base = path, base
 
     @classmethod
-    def open(cls, path: str) -> Self:
-        """The checkpoint at a path, which is looked at when the first question is asked."""
-        return cls(path)
+    def open(cls, path: str, *, base: str | None = None) -> Self:
+        """The checkpoint at a path, which is looked at when the first question is asked.
+
+        Args:
+            base: where the base of its adapters is now; None: where it records it.
+        """
+        return cls(path, base)
 
     def __str__(self) -> str:
         return self.path
@@ -129,6 +138,11 @@ class Checkpoint:
             return CheckpointTokenizer(run.path)
         return CheckpointTokenizer(None if origin is None else origin.path, kept=True)
 
+    @property
+    def adapters(self) -> LoraRecord | None:
+        """What a step of a run with `lora` says of its base; None: the checkpoint holds a whole model."""
+        return self._stored.adapters
+
     @functools.cached_property
     def generation_config(self) -> dict[str, Any]:
         """What generation_config.json of the model that it is or came from says; empty: there is none.
@@ -139,7 +153,8 @@ class Checkpoint:
         return self._stored.generation_config
 
     def source(self, model: ModelConfig) -> TensorSource:
-        """Its tensors. Reads none of them. The weights of a name on the hub are downloaded.
+        """Its tensors: of adapters, those of the whole model. Reads none of them. The weights of a name on the hub are
+        downloaded.
 
         Each call opens them: a source may hold a whole matrix, so it lives no longer than its reader wants.
 
@@ -149,7 +164,27 @@ class Checkpoint:
         Raises:
             UserError: as above, or it is of another model, or damaged.
         """
-        return self._stored.source(model)
+        return self._source(model, _MOST_BASES)
+
+    def _source(self, model: ModelConfig, bases: int) -> TensorSource:
+        source, record = self._stored.source(model), self.adapters
+        if record is None:
+            if self.base is not None:
+                raise UserError(f"--base {self.base}: {self.folder} is a whole model and has no base: omit the option")
+            return source
+        if not bases:
+            raise UserError(
+                f"{self.path} is the base of the base of {_MOST_BASES} others, or a base of itself: merge some of them"
+            )
+        return AdaptedSource(self._base(record, model, bases - 1), source, record, model)
+
+    def _base(self, record: LoraRecord, model: ModelConfig, bases: int) -> BaseSource:
+        path = self.base or record.base
+        log.info("the base of %s is %s", self.folder, path)
+        try:
+            return BaseSource(type(self).open(path)._source(model, bases), model)
+        except UserError as error:
+            raise UserError(f"the base of {self.folder}, {path}, cannot be opened: {error}; {BASE_ADVICE}") from error
 
     def origin(self, source: TensorSource) -> Origin | None:
         """The Hugging Face folder that it came from, or is; None: none.

@@ -35,13 +35,13 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import folder as classic_folder
-from mesh_transformer.checkpoint.identity import check_model, check_optimizer
+from mesh_transformer.checkpoint.identity import check_lora, check_model, check_optimizer
 from mesh_transformer.checkpoint.load import fail_together, restore
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.source import CHUNK_BYTES, COMMIT_MARKER, NativeSource
 from mesh_transformer.checkpoint.origin import FOLDER, Origin
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
-from mesh_transformer.config import ModelConfig, OptimizerConfig
+from mesh_transformer.config import LoraConfig, ModelConfig, OptimizerConfig
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class CheckpointStore:
         read_only: bool = False,
         model: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Open `root`. Unless `read_only`, create it if needed, and delete the remains of interrupted saves.
 
@@ -84,9 +85,11 @@ class CheckpointStore:
             keep_latest: number of newest steps to keep.
             model: `restore` refuses a step that records another architecture.
             optimizer: `restore` refuses a step without the state of this optimizer.
+            lora: `restore` refuses a step with other adapters.
         """
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep, self._model, self._optimizer = (keep_every, keep_latest), model, optimizer
+        self._lora = lora
         self._save_failed = False
         # steps that `restore` skipped
         self._damaged: set[int] = set()
@@ -166,6 +169,8 @@ class CheckpointStore:
                     source = fail_together(partial(NativeSource, self.folder(step)))
                     if self._model is not None:
                         check_model(source, self._model)
+                    if self._lora is not None:
+                        check_lora(source, self._lora)
                     if self._optimizer is not None:
                         check_optimizer(source, self._optimizer)
                     return Checkpoint(step, restore(source, abstract_state, part=False), source.extra)

@@ -10,7 +10,7 @@ requested slice and at most one other tensor.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -76,6 +76,26 @@ class TensorSource(Protocol):
         Raises:
             DamagedCheckpoint: the bytes are missing or damaged.
         """
+
+
+class CheckedSource:
+    """The further methods of a `TensorSource` that compares checksums of what all processes have read."""
+
+    def labels(self, name: str) -> Sequence[str]:
+        """The labels of the checksums of a tensor."""
+        raise NotImplementedError
+
+    def read_counted(self, name: str, index: Index, *, count: bool) -> tuple[np.ndarray, dict[str, int]]:
+        """`TensorSource.read` without a comparison; and if `count`, what the slice adds to the checksums, by label."""
+        raise NotImplementedError
+
+    def verify(self, sums: Mapping[str, int]) -> None:
+        """Compare the sums over slices that make up whole tensors, modulo 2**32.
+
+        Raises:
+            DamagedCheckpoint: a checksum is wrong.
+        """
+        raise NotImplementedError
 
 
 class RowTensor:

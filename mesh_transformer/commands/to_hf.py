@@ -34,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="upload the written folder, which must be local, to this repository on the Hugging Face hub; a new "
         "repository is private, an existing one stays as visible as it is",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="write the whole model of a run with adapters (the group lora): its base with the adapters added",
+    )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args(arguments))
     del options["cpu"]

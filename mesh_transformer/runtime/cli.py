@@ -113,6 +113,12 @@ def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, req
     parser.add_argument(
         flag, dest="checkpoint", type=checkpoint_path, required=required, metavar="DIR", help=f"{ANY_FORMAT}{default}"
     )
+    parser.add_argument(
+        "--base",
+        type=checkpoint_path,
+        metavar="DIR",
+        help="where the base of a run with adapters (the group lora) is now (default: where the run read it)",
+    )
 
 
 def add_generation_config(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import files, hub, logs, platforms
+from mesh_transformer.checkpoint.adapters import AdaptedSource
 from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, write_config, write_meta
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.classic.writer import write_classic
@@ -46,6 +47,8 @@ def to_hf(
     dtype: str | None = None,
     tokenizer: str | None = None,
     push: str | None = None,
+    base: str | None = None,
+    merge: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Convert a checkpoint of any format to a Hugging Face folder.
@@ -57,6 +60,8 @@ def to_hf(
         tokenizer: `bytes`, or a folder or a name on the hub, copied to the output; None: the tokenizer of the Hugging
             Face folder that the checkpoint came from, or `bytes` if the run used it.
         push: a repository on the hub, to which the output is uploaded.
+        base: where the base of adapters is now.
+        merge: write the whole model of a run with adapters.
         overwrite: whether to replace an existing output.
 
     Raises:
@@ -64,7 +69,14 @@ def to_hf(
     """
     if push is not None:
         _check_push(push, output)
-    config, opened = config_for(config_path, overrides, checkpoint)
+    config, opened = config_for(config_path, overrides, checkpoint, base)
+    if opened.adapters is not None and not merge:
+        raise UserError(
+            f"{opened.folder} holds adapters: {options_to_add('--merge')} writes the whole model, with the adapters "
+            "added to the matrices of their base"
+        )
+    if merge and opened.adapters is None:
+        raise UserError(f"--merge adds adapters to their base, and {opened.folder} is a whole model: omit the option")
     write_hf_folder(config, opened, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
     if push is not None:
         logs.log.info("uploaded to %s", hub.push(output, push))
@@ -103,6 +115,7 @@ def write_hf_folder(
         )
         if tokenizer:
             save_tokenizer(tokenizer, folder)
+        _finish(source)
     logs.log.info("%s: written from %s", output, source.where)
 
 
@@ -208,6 +221,7 @@ def write_step(
                 write_classic(source, model, folder, shards, full=full, dtype=dtype)
                 write_config(folder, with_model({}, model)["config"])
             write_meta(output, source.counts.step, source.extra.get("aux"))
+        _finish(source)
     logs.log.info("%s: written from %s", output, source.where)
     return output
 
@@ -262,6 +276,7 @@ def slim(
     checkpoint: str | None = None,
     step: int | None = None,
     f16: bool = False,
+    base: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the parameters of a run's checkpoint in half precision to `{root}_slim/step_N` or `{root}_slim_f16/step_N`.
@@ -272,6 +287,7 @@ def slim(
         checkpoint: the folder of the run or of one of its steps; None: the run of the config.
         step: the step; None: the newest.
         f16: whether to write float16; else bfloat16.
+        base: where the base of adapters is now.
 
     Raises:
         UserError: there is no checkpoint of that step, it does not match the config, or the output exists.
@@ -281,13 +297,13 @@ def slim(
             f"{checkpoint} is no folder beside which a slim checkpoint can be written: use "
             f"{command('from-hf')} --format classic"
         )
-    config, opened = config_for(config_path, overrides, checkpoint)
+    config, opened = config_for(config_path, overrides, checkpoint, base)
     root, named = split_step(opened.path)
     if None not in (named, step):
         raise UserError(f"{opened} and --ckpt-step {step} both name a step: give only one of them")
     logs.log.info("reading %s", opened)
     if step is not None:
-        opened = step_of(root, step)
+        opened = Checkpoint.open(step_of(root, step).path, base=base)
     source = opened.source(config.model)
     write_step(
         source,
@@ -310,6 +326,7 @@ def reshard(
     output: str | None,
     format: str,
     prompt: str | None,
+    base: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint of any format, with its moments if any, to `output`, and complete `prompt` with the result.
@@ -320,6 +337,7 @@ def reshard(
         shards_out: the number of shards of a classic output, and of devices for the prompt; None: the config's mesh.tp.
         output: see `write_step`; None: nothing is written, and the prompt is completed with the checkpoint itself.
         prompt: the text to complete; None: no completion.
+        base: where the base of adapters is now.
 
     Raises:
         UserError: neither `output` nor `prompt` is given, the checkpoint does not match the config or the number of
@@ -327,13 +345,13 @@ def reshard(
     """
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
-    config, opened = config_for(config_path, overrides, checkpoint)
+    config, opened = config_for(config_path, overrides, checkpoint, base)
     _check_shards(shards_out, overrides, format, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
     if output is not None and format == CLASSIC:
         check_shards(config.model, shards, output)
     logs.log.info("reading %s", checkpoint)
-    if output is not None and format == opened.format == NATIVE:
+    if output is not None and format == opened.format == NATIVE and opened.adapters is None:
         raise UserError(f"{opened.folder} is already native and can be read on any number of devices: copy the folder")
     source = opened.source(config.model)
     prompt_sampler = None
@@ -381,3 +399,9 @@ def _check_shards(shards_out: int | None, overrides: Sequence[str], format: str,
             f"--shards-out {shards_out}: a native checkpoint has no shards: omit it, or give "
             f"{options_to_add('--format', 'classic')}"
         )
+
+
+def _finish(source: TensorSource) -> None:
+    """After all parameters were read: a base of adapters may be another one."""
+    if isinstance(source, AdaptedSource):
+        source.finish_reads()

@@ -48,6 +48,13 @@ def test_the_chain(repo: Path, tmp_path: Path) -> None:
             ends.append(choice["finish_reason"])
         child.send_signal(signal.SIGTERM)
         child.communicate()
+    # the last training of docs/lora.md, by its options
+    page = [block.text.split() for block in blocks(repo, repo / "docs/lora.md") if block.kind == "command"]
+    (adapters,) = (words[1:] for words in page if "mine_chat.json" in words)
+    fewer = ["--set", "optimizer.total_steps=20"]
+    run_python(COMMAND, *(word for word in adapters if word != "\\"), *fewer, cwd=tmp_path, **OPTIMISED)
+    losses = [row["train/loss"] for row in metrics(tmp_path / "runs/mine_lora") if "train/loss" in row]
+    assert losses[-1] < losses[0] - 0.3
     # the end of a message is the first thing that a model learns of chats
     assert ends.count("stop") >= 2, ends
     rows = (repo / "data/instructions.jsonl").read_text().splitlines()

@@ -20,6 +20,7 @@ TESTS = "runs the tests themselves"
 PATTERN = "a pattern, with names that the reader replaces"
 CLIENT = "needs a package that the tests do not install"
 CHAT = "needs a model with a chat template; tests/runtime/serving calls it with one"
+CHAIN = "goes on with the models of first_chat.md, whose test trains adapters too"
 DATA = "needs a data set that is not in the repository"
 TERMINAL = "goes on without its terminal, as a run of tests/runtime/training/test_terminal.py"
 
@@ -63,6 +64,9 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/first_chat.md", "mesh-transformer serve --ckpt runs/mine_log"): REAL,
     ("docs/first_chat.md", "mesh-transformer new mine_log"): REAL,
     ("docs/first_chat.md", "mesh-transformer train --config mine_log.json"): REAL,
+    ("docs/lora.md", "mesh-transformer preflight"): LIBTPU,
+    ("docs/lora.md", "mesh-transformer train --config mine_chat.json"): CHAIN,
+    ("docs/lora.md", "mesh-transformer serve"): CHAIN,
     ("docs/python.md", "from mesh_transformer"): PYTHON,
     ("docs/python.md", "completion = "): PYTHON,
     ("docs/python.md", "model."): PYTHON,
@@ -126,6 +130,8 @@ TEXT: dict[Entry, str] = {
     ("docs/checkpoints.md", "Tensor("): "a line of a Python file",
     ("docs/config.md", "{"): "an excerpt of a config",
     ("docs/first_chat.md", "A mirror,"): "a sample of a model that another CPU trains to other bits",
+    ("docs/lora.md", "x w + alpha"): "a formula",
+    ("docs/lora.md", '"lora": {'): "an excerpt of a config",
     ("docs/python.md", "load("): "a signature",
     ("docs/python.md", "fit("): "a signature",
     ("docs/python.md", "model."): "a signature",
@@ -156,6 +162,7 @@ SHORTER: dict[Entry, str] = {
     ("README.md", "mesh-transformer drive --processes 2"): STEPS,
     ("docs/install.md", "mesh-transformer train"): STEPS,
     ("docs/first_chat.md", "mesh-transformer train --config mine.json"): STEPS,
+    ("docs/lora.md", "mesh-transformer train"): STEPS,
 }
 """Arguments that are appended to commands that would compute for minutes; what the page says about the result holds for
 any number of steps."""

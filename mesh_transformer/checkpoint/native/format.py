@@ -7,6 +7,7 @@ from typing import Any, Self
 from mesh_transformer import files
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
 from mesh_transformer.checkpoint.identity import check_model
+from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.native.manifest import Manifest
 from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, read_manifest
 from mesh_transformer.checkpoint.origin import FOLDER, Origin, read_origin
@@ -51,6 +52,11 @@ class NativeStep(StoredCheckpoint):
         source = NativeSource(self.folder.path, manifest=self.manifest)
         check_model(source, model)
         return source
+
+    @property
+    def adapters(self) -> LoraRecord | None:
+        """What it records of its adapters and their base; None: it holds a whole model."""
+        return LoraRecord.of(self.manifest.extra, self.folder.path)
 
     def origin(self, source: TensorSource) -> Origin | None:
         return None if self.hf_folder is None else read_origin(self.folder.path, source.extra)

@@ -20,7 +20,7 @@ import tensorstore as ts
 from mesh_transformer import files
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, Index, TensorInfo, UpdateCounts
+from mesh_transformer.checkpoint.tensors import CheckedSource, DamagedCheckpoint, Index, TensorInfo, UpdateCounts
 from mesh_transformer.errors import UserError
 
 COMMIT_MARKER = "commit_success.txt"
@@ -43,7 +43,7 @@ MAX_CHUNKS, SMALL_CHUNK_BYTES = 100_000, 1 << 19
 CACHE_BYTES = 1 << 20
 
 
-class NativeSource:
+class NativeSource(CheckedSource):
     """One native step folder, local or `gs://`, as a `TensorSource`.
 
     The first `read` of a tensor reads all of it and compares its checksum; later calls read only the chunks they need.
@@ -103,16 +103,22 @@ class NativeSource:
         """
         return self._read(self._listed.get(name, name), index, verify=False)
 
-    def checksum(self, name: str, part: np.ndarray, start: Sequence[int]) -> int:
-        """What a part of a tensor, whose first index is `start`, adds to the checksum in `verify`."""
-        return manifests.array_checksum(part, start)
+    def labels(self, name: str) -> Sequence[str]:
+        """See `CheckedSource`: the name itself, in `tensors` or in the manifest."""
+        return (name,)
+
+    def read_counted(self, name: str, index: Index, *, count: bool) -> tuple[np.ndarray, dict[str, int]]:
+        """See `CheckedSource`."""
+        part = self.read_stored(name, index)
+        if not count:
+            return part, {}
+        shape = self.manifest.tensors[self._listed.get(name, name)].shape
+        return part, {
+            name: manifests.array_checksum(part, [s.indices(n)[0] for s, n in zip(index, shape, strict=True)])
+        }
 
     def verify(self, sums: Mapping[str, int]) -> None:
-        """Compare the checksums of tensors that were read, by their names in `tensors` or in the manifest.
-
-        Raises:
-            DamagedCheckpoint: a checksum is wrong.
-        """
+        """See `CheckedSource`."""
         manifests.verify(self.manifest, {self._listed.get(name, name): value % 2**32 for name, value in sums.items()})
 
     def _read(self, stored: str, index: Index, *, verify: bool) -> np.ndarray:

@@ -67,11 +67,13 @@ def evaluate(config_path: str | None, overrides: Sequence[str], target: ComputeT
     from mesh_transformer.runtime.session.weights import config_for
 
     logs.set_up()
-    config, _ = config_for(config_path, overrides, options.checkpoint)
-    checkpoint = None if options.checkpoint is None else hub.pinned(options.checkpoint)
+    config, _ = config_for(config_path, overrides, options.checkpoint, options.base)
+    places = {
+        name: None if (path := getattr(options, name)) is None else hub.pinned(path) for name in ("checkpoint", "base")
+    }
     arguments = {
         **dataclasses.asdict(options),
-        "checkpoint": checkpoint,
+        **places,
         "tasks": list(options.tasks),
         "output": None,
     }

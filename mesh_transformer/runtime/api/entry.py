@@ -22,6 +22,7 @@ def load(
     dtype: str = "auto",
     context: int | None = None,
     slots: int = 4,
+    base: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
 ) -> Model:
     """Load a model onto the devices of this process.
@@ -34,6 +35,7 @@ def load(
         context: the largest number of tokens of a prompt and its completion, which the cache may round up
             (`Model.context`). None: the model's context, at most 4,096.
         slots: sequences that are computed at a time.
+        base: where the base of a run with adapters is now. None: where the run read it.
         overrides: texts as after `--set`, such as "data.tokenizer=FOLDER".
 
     Raises:
@@ -43,9 +45,9 @@ def load(
     environment.check_python()
     from mesh_transformer.runtime.api.opening import load_model
 
-    path = os.fspath(checkpoint)
+    path, of_base = os.fspath(checkpoint), None if base is None else os.fspath(base)
     with _explained():
-        return load_model(path, mesh=mesh, dtype=dtype, context=context, slots=slots, overrides=overrides)
+        return load_model(path, mesh=mesh, dtype=dtype, context=context, slots=slots, base=of_base, overrides=overrides)
 
 
 def fit(

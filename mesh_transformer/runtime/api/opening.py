@@ -28,13 +28,14 @@ def load_model(
     dtype: str,
     context: int | None,
     slots: int,
+    base: str | None,
     overrides: Sequence[str],
 ) -> Model:
     """See `entry.load`."""
     if isinstance(overrides, str):
         raise UserError(f"overrides {overrides!r}: give a list of texts, such as [{overrides!r}]")
     platforms.require_one_process()
-    opened = Checkpoint.open(hub.as_name(checkpoint) or checkpoint)
+    opened = Checkpoint.open(hub.as_name(checkpoint) or checkpoint, base=base)
     if opened.config is None:
         raise UserError(
             f"{opened.folder} does not record its config: convert it with `mesh-transformer reshard --ckpt "

@@ -32,7 +32,7 @@ from mesh_transformer.runtime.evaluation.tasks import DEFAULT_TASKS, Tasks, chec
 from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
-from mesh_transformer.runtime.session.weights import config_for, read_params
+from mesh_transformer.runtime.session.weights import config_for, of_whole_model, read_params
 
 # samples for the standard errors that have no formula, such as that of a perplexity
 BOOTSTRAP = 1000
@@ -48,6 +48,7 @@ class EvalOptions:
     """
 
     checkpoint: str | None = None
+    base: str | None = None
     tasks: tuple[str, ...] = DEFAULT_TASKS
     include_path: str | None = None
     data_dir: str | None = None
@@ -80,7 +81,7 @@ def run(config_path: str | None, overrides: Sequence[str], options: EvalOptions)
         UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config, checkpoint = config_for(config_path, overrides, options.checkpoint)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base)
     evaluation = evaluate(config, options, checkpoint)
     if jax.process_index() == 0:
         show(evaluation, options.output)
@@ -108,7 +109,8 @@ def evaluate(config: Config, options: EvalOptions, checkpoint: Checkpoint | None
     check_installed()
     from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
-    checkpoint = checkpoint or Checkpoint.open(options.checkpoint or config.checkpoint.root)
+    checkpoint = checkpoint or Checkpoint.open(options.checkpoint or config.checkpoint.root, base=options.base)
+    config = of_whole_model(config)
     platforms.CompileCache()
     platforms.start_devices()
     session = Session.open(config)
@@ -196,6 +198,7 @@ class RunEvaluation:
     def __init__(self, session: Session, stop: Callable[[], bool]):
         data = session.config.data
         self._tasks: Tasks | None = None
+        self._session = session
         if not data.eval_harness_tasks:
             return
         self._tasks = Tasks(
@@ -211,7 +214,6 @@ class RunEvaluation:
             warn_of_more_ids(tokenizer, session.config.model.n_vocab)
         self._model = EvalModel(session, tokenizer, stop=stop)
         self._lm = HarnessLM(self._model)
-        self._cast = jax.jit(session.whole_sequences.cast)
         dry_run = HarnessLM(DryRunModel(self._model))
         for kind, requests in self._tasks.requests().items():
             getattr(dry_run, kind)(requests)
@@ -222,10 +224,10 @@ class RunEvaluation:
         return self._tasks is not None
 
     def run(self, params: Params) -> dict[str, float]:
-        """{"eval/<task>/<metric>": value} for float32 parameters. Empty if the run must end."""
+        """{"eval/<task>/<metric>": value} for the parameters of a run. Empty if the run must end."""
         if self._tasks is None:
             return {}
-        self._model.load(self._cast(params))
+        self._model.load(self._session.whole_sequences.in_compute_dtype(params))
         try:
             return scalars(self._tasks.run(self._lm))
         except EvaluationStopped:

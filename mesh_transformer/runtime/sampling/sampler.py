@@ -30,7 +30,7 @@ from mesh_transformer.logs import log
 from mesh_transformer.runtime.session.engine import open_engine
 from mesh_transformer.runtime.session.generation_defaults import generation_defaults
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
-from mesh_transformer.runtime.session.weights import config_for
+from mesh_transformer.runtime.session.weights import config_for, of_whole_model
 
 # samples computed at a time
 MAX_SLOTS = 16
@@ -90,6 +90,7 @@ class SampleOptions(SampleRequest):
 
     seed: int | None = None  # type: ignore[assignment]
     checkpoint: str | None = None
+    base: str | None = None
     prompt: str | None = None
     prompt_tokens: str | None = None
     json: bool = False
@@ -298,7 +299,7 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config, checkpoint = config_for(config_path, overrides, options.checkpoint)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base)
     prompts: list[str | list[int]] | None = None if options.prompt is None else [options.prompt]
     if options.prompt_tokens is not None:
         prompts = [parse_tokens(options.prompt_tokens)]
@@ -336,7 +337,7 @@ def sample_prompts(
     platforms.CompileCache()
     platforms.start_devices()
     opened = Checkpoint.open(checkpoint)
-    return list(Sampler(config, request, opened, prompts).samples(opened))
+    return list(Sampler(of_whole_model(config), request, opened, prompts).samples(opened))
 
 
 def parse_tokens(text: str) -> list[int]:

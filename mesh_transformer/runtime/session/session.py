@@ -115,8 +115,10 @@ class Session:
     def describe(self) -> str:
         """A line with the number of parameters, the devices, the mesh, the dtype and the tokens per step."""
         device, model = jax.devices()[0].device_kind, self.placement.model
+        trained, frozen = map(count_parameters, model.split(model.shapes))
+        share = f" ({trained:,} trained, {trained / (trained + frozen):.2%}; {frozen:,} frozen)" if frozen else ""
         return (
-            f"{count_parameters(self.placement.abstract(model.dtype)):,} parameters; {jax.device_count()} x {device} "
+            f"{trained + frozen:,} parameters{share}; {jax.device_count()} x {device} "
             f"in {plural(jax.process_count(), 'process', 'processes')}: {named(self.shape)}; {model.dtype}; "
             f"{plural(self.tokens_per_step, 'token')} per step"
         )

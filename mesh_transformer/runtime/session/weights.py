@@ -12,7 +12,7 @@ from mesh_transformer.checkpoint.identity import warn_of_longer_context
 from mesh_transformer.checkpoint.load import fail_together, load, load_by_layer
 from mesh_transformer.checkpoint.open import Checkpoint, finished_steps
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
-from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.config import Config, LoraConfig, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.cpu.packed import pack
 from mesh_transformer.parallel.sharding import Params
@@ -26,24 +26,26 @@ class LoadedWeights(NamedTuple):
     step: int
 
 
-def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, Checkpoint]:
+def config_for(
+    path: str | None, overrides: Sequence[str], checkpoint: str | None, base: str | None = None
+) -> tuple[Config, Checkpoint]:
     """The config of a command, see `config_of`, and the checkpoint that it reads: the one at `checkpoint`, else the run
-    of the config.
+    of the config. `base` is where the base of its adapters is now.
 
     Raises:
         UserError: as in `config_of`, or neither `path` nor `checkpoint` is given.
     """
     if checkpoint:
-        opened = Checkpoint.open(checkpoint)
+        opened = Checkpoint.open(checkpoint, base=base)
         return config_of(path, overrides, opened), opened
     if path is None:
         raise UserError(
             "no model is given: use --config FILE, or --ckpt DIR with a checkpoint that records its config, or both"
         )
     # the config may ask the run for its model: it is the same look
-    run = functools.cache(Checkpoint.open)
+    run = functools.cache(functools.partial(Checkpoint.open, base=base))
     config = load_config(path, overrides, lambda settings: recorded_model_of(run(settings.root)))
-    return config, run(config.checkpoint.root)
+    return of_whole_model(config), run(config.checkpoint.root)
 
 
 def config_of(path: str | None, overrides: Sequence[str], checkpoint: Checkpoint) -> Config:
@@ -57,12 +59,17 @@ def config_of(path: str | None, overrides: Sequence[str], checkpoint: Checkpoint
             records it.
     """
     if path is not None:
-        return load_config(path, overrides, lambda _: recorded_model_of(checkpoint))
+        return of_whole_model(load_config(path, overrides, lambda _: recorded_model_of(checkpoint)))
     if checkpoint.config is None:
         raise UserError(
             f"{checkpoint.folder} does not record its config: give the config of its run with --config FILE"
         )
-    return parse_config(checkpoint.config, overrides)
+    return of_whole_model(parse_config(checkpoint.config, overrides))
+
+
+def of_whole_model(config: Config) -> Config:
+    """The config without the group `lora`: a reader of a checkpoint gets the model with its adapters added."""
+    return config.model_copy(update={"lora": LoraConfig()})
 
 
 def recorded_model_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def open_checkpoint(session: Session, checkpoint: Checkpoint) -> TensorSource:
     `read_params`."""
     if jax.process_count() > 1:
         # processes start at different times, and a run may save in between
-        checkpoint = Checkpoint.open(checkpoint.path)
+        checkpoint = Checkpoint.open(checkpoint.path, base=checkpoint.base)
     source = fail_together(lambda: checkpoint.source(session.config.model))
     fail_together(lambda: source.counts)
     return source

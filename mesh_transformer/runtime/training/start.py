@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import os
 from typing import Any, NamedTuple
 
 import jax
 
+from mesh_transformer import files, hub
+from mesh_transformer.checkpoint.adapters import BaseSource
 from mesh_transformer.checkpoint.classic.format import ClassicRun, ClassicStep, classic_run
 from mesh_transformer.checkpoint.format import Folder
 from mesh_transformer.checkpoint.identity import check_optimizer
 from mesh_transformer.checkpoint.load import fail_together, put_scalar
+from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.origin import Origin, read_origin
 from mesh_transformer.checkpoint.store import Checkpoint as RestoredCheckpoint
@@ -25,8 +29,9 @@ from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.runtime.training.provenance import KEY, Provenance
 from mesh_transformer.runtime.training.tokenizers import warn_of_other_tokens
+from mesh_transformer.spec import Lora
 from mesh_transformer.train.optimizer import OptState
-from mesh_transformer.train.step import TrainProgram, TrainState
+from mesh_transformer.train.step import TrainProgram, TrainState, stored
 
 # what a checkpoint notes if a signal interrupted the validation after its step
 VALIDATION_DUE = "validation_due"
@@ -63,6 +68,7 @@ class StartPoint(NamedTuple):
         validates: whether the run begins with the validation after `step`: a signal interrupted it, or a fine-tuning
             starts.
         provenance: of the steps before it, if the checkpoint has it.
+        lora: the base and the adapters of a run with `lora`.
     """
 
     state: TrainState
@@ -72,6 +78,7 @@ class StartPoint(NamedTuple):
     origin: Origin | None = None
     validates: bool = False
     provenance: Provenance | None = None
+    lora: LoraRecord | None = None
 
 
 def resume_or_start(
@@ -90,21 +97,40 @@ def resume_or_start(
     Raises:
         UserError: a checkpoint does not fit the config, or no checkpoint can be read.
     """
-    checkpoint = store.restore(program.abstract_state)
+    rank = session.config.lora.rank
+    checkpoint = store.restore(stored(program.abstract_state))
     if checkpoint is None and (run := classic_run(session.config.checkpoint.root)) is not None:
+        if rank:
+            raise UserError(
+                f"{run.folder} is of a run of all parameters, and the config has lora.rank {rank}: choose another "
+                "checkpoint.model_dir, and give this one with --tune-model-path"
+            )
         checkpoint = _classic_checkpoint(session, program, run)
     if checkpoint is not None:
-        if source.tune_model_path:
+        if source.tune_model_path and not rank:
             log.info("resuming this run: --tune-model-path is used at the first start only")
+        record = LoraRecord.of(checkpoint.extra, store.folder(checkpoint.step))
+        if rank and record is None:
+            raise UserError(f"{store.folder(checkpoint.step)} has adapters, and does not record their base")
+        if record is not None:
+            state, record = _with_base(session, program, checkpoint, record, source.tune_model_path)
+            checkpoint = checkpoint._replace(state=state)
         origin = read_origin(store.folder(checkpoint.step), checkpoint.extra)
         validates = checkpoint.extra.get(VALIDATION_DUE) is True
-        return _resume(session, checkpoint, logged)._replace(origin=origin, validates=validates)
+        return _resume(session, checkpoint, logged)._replace(origin=origin, validates=validates, lora=record)
     # steps in the metrics file without a checkpoint: the run ended before its first checkpoint
     counters = Counters(steps_redone=logged.steps_redone + logged.step)
     if source.tune_model_path:
         _note_z_loss(session)
+        if rank:
+            return _adapted(session, program, source.tune_model_path)._replace(counters=counters)
         state, origin = _tuned(session, program, source.tune_model_path, source.fresh_opt)
         return StartPoint(state, 0, counters, None, origin, validates=True)
+    if rank:
+        raise UserError(
+            f"lora.rank {rank} adapts a trained model: give its checkpoint with --tune-model-path, "
+            "or remove the group lora to train a new model"
+        )
     log.info("compiling: initial parameters")
     return StartPoint(program.init(jax.random.key(session.config.model.seed)), 0, counters, None)
 
@@ -169,7 +195,7 @@ def _changes(extra: dict[str, Any], session: Session) -> list[str]:
         before["optimizer"] = {"schedule": "cosine", **before["optimizer"]}
     return [
         f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
-        for group in ("model", "compute", "experts", "optimizer", "data", "mesh")
+        for group in ("model", "compute", "experts", "lora", "optimizer", "data", "mesh")
         if isinstance(old := before.get(group), dict)
         for name, value in now[group].items()
         if name in old and old[name] != value
@@ -209,6 +235,83 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
         log.info("%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize())
     params = load_user_checkpoint(source, {"params": abstract.params})["params"]
     return program.begin(params, program.fresh_optimizer(params), {}), origin
+
+
+def _adapted(session: Session, program: TrainProgram, path: str) -> StartPoint:
+    """The start of a run that trains adapters of the checkpoint at `path`: new adapters, and its frozen parameters."""
+    checkpoint = Checkpoint.open(path)
+    source = open_checkpoint(session, checkpoint)
+    if jax.process_index() == 0:
+        warn_of_other_tokens(session.config.data, checkpoint)
+    origin = fail_together(lambda: checkpoint.origin(source))
+    if slots(source):
+        log.info("%s has optimizer state, which adapters do not use", path)
+    log.info("starting from step %d of %s", source.counts.step, path)
+    frozen, digest = _read_base(program, BaseSource(source, session.config.model))
+    forms = session.config.decoder.forms
+    adapters = tuple(adapter for form in forms if isinstance(form, Lora) for adapter in form.adapters)
+    place = fail_together(lambda: _place(checkpoint))
+    params = program.fresh_params(jax.random.key(session.config.model.seed))
+    state = program.begin(params, program.fresh_optimizer(params), frozen)
+    record = LoraRecord(place, digest, adapters)
+    return StartPoint(state, 0, Counters(), None, origin, validates=True, lora=record)
+
+
+def _place(checkpoint: Checkpoint) -> str:
+    """A path by which another run finds this checkpoint: of a run the step; a name on the hub with its commit."""
+    path = checkpoint.path
+    if hub.is_name(path):
+        return hub.pinned(path)
+    path = checkpoint.folder if os.path.isdir(path) or files.is_remote(path) else path
+    return path if files.is_remote(path) else os.path.abspath(path)
+
+
+def _with_base(
+    session: Session,
+    program: TrainProgram,
+    checkpoint: RestoredCheckpoint,
+    record: LoraRecord,
+    tune_model_path: str | None,
+) -> tuple[TrainState, LoraRecord]:
+    """The state of a checkpoint of adapters with the frozen parameters of its base, and the record with the place of
+    the base: where the run read it, else `tune_model_path`.
+
+    Raises:
+        UserError: the base is gone, or is not the one with which the run began.
+    """
+    model, where = session.config.model, f"step {checkpoint.step}"
+    opened = fail_together(lambda: _find_base(record.base, tune_model_path, where))
+    base = BaseSource(open_checkpoint(session, opened), model)
+    frozen, digest = _read_base(program, base)
+    if digest != record.hash:
+        raise UserError(
+            f"the run began with {record.base}, a base of hash {record.hash}, and {base.where} has {digest}: restore "
+            "that base, give its place with --tune-model-path, or choose another checkpoint.model_dir"
+        )
+    return checkpoint.state._replace(frozen=frozen), record._replace(base=fail_together(lambda: _place(opened)))
+
+
+def _find_base(recorded: str, tune_model_path: str | None, where: str) -> Checkpoint:
+    """The checkpoint at the recorded place, if there is one, else at `tune_model_path`."""
+    checkpoint = Checkpoint.open(recorded)
+    try:
+        _ = checkpoint.format
+    except UserError as error:
+        if tune_model_path is None:
+            raise UserError(
+                f"the base of {where}, {recorded}, cannot be opened: {error}; --tune-model-path DIR says where it is"
+            ) from error
+        return Checkpoint.open(tune_model_path)
+    return checkpoint
+
+
+def _read_base(program: TrainProgram, base: BaseSource) -> tuple[Params, str]:
+    """The frozen parameters of a base in the compute dtype, and the base's hash."""
+    log.info("reading %s", base.where)
+    frozen = load_user_checkpoint(base, {"params": program.abstract_state.frozen})["params"]
+    if base.hash is None:
+        raise UserError(f"{base.where} lacks parameters of the model: give the checkpoint of a whole model")
+    return frozen, base.hash
 
 
 def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, OptState]:

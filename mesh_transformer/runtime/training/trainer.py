@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from mesh_transformer import files, logs, platforms
+from mesh_transformer.checkpoint.adapters import KEY as LORA
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches.loader import Loader
@@ -38,7 +39,7 @@ from mesh_transformer.runtime.training.session import (
 )
 from mesh_transformer.runtime.training.validation import Validation
 from mesh_transformer.train import experts
-from mesh_transformer.train.step import TrainProgram, TrainState
+from mesh_transformer.train.step import TrainProgram, TrainState, stored
 
 PLOT_EVERY_S = 30.0
 
@@ -182,12 +183,15 @@ class TrainingRun:
             keep_latest=settings.keep_latest,
             model=self.config.model,
             optimizer=self.config.optimizer,
+            lora=self.config.lora,
         )
         try:
             logged = self._logged()
             start_point = start.resume_or_start(self.session, self.program, store, self.source, logged)
             if self.is_first and start_point.step < total and not files.is_remote(settings.root):
-                size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.program.abstract_state))
+                size = sum(
+                    leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored(self.program.abstract_state))
+                )
                 run_folder.warn_of_little_space(self.folder, size, len(store.steps()), settings.keep_latest)
             if start_point.step == 0:
                 suggest_a_faster_step(self.session)
@@ -262,7 +266,7 @@ class TrainingRun:
         report.settle()
         self.observer.phase("validate", step)
         with report.pause(compiles=not self.samples.compiled):
-            return self.samples.run(state.params, step, self.folder, report)
+            return self.samples.run(self.program.parameters(state), step, self.folder, report)
 
     def _end_with_the_data(
         self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter
@@ -287,8 +291,8 @@ class TrainingRun:
         if first:
             log.info("compiling: validation")
         with report.pause(compiles=first):
-            validated = self.validation.run(state.params, step)
-            evaluated = self.evaluation.run(state.params) if validated.finished else {}
+            validated = self.validation.run(self.program.parameters(state), step)
+            evaluated = self.evaluation.run(self.program.parameters(state)) if validated.finished else {}
             measured = {**validated.scalars, **evaluated}
             if measured:
                 report.add(measured)
@@ -326,7 +330,9 @@ class TrainingRun:
             if not validated:
                 log.info("step %d: the validation is not finished; the resumed run begins with it", step)
                 extra[start.VALIDATION_DUE] = True
-            self.store.save(step, state, extra, start_point.origin)
+            if start_point.lora is not None:
+                extra[LORA] = start_point.lora.to_json()
+            self.store.save(step, stored(state), extra, start_point.origin)
             self._publish(last=False)
 
     def _open_report(self, start_point: start.StartPoint, logged: start.LoggedProgress) -> MetricsReporter:
