@@ -131,6 +131,14 @@ def records(_: pytest.MonkeyPatch) -> None:
     commands.main(shlex.split("prepare --input text.txt --tokenizer bytes --seq 16 --val 0 --output short --workers 1"))
 
 
+def adapted_run(_: pytest.MonkeyPatch) -> None:
+    commands.main(shlex.split(f"{TRAIN} --set checkpoint.model_dir=adapted --tune-model-path run --set lora.rank=2"))
+
+
+def fused_matrices(_: pytest.MonkeyPatch) -> None:
+    hf_models.save_model("GPTNeoX", {**hf_models.BASE, **hf_models.rope(), "num_hidden_layers": 1}, Path("neox"))
+
+
 def config_file(name: str, **groups: dict[str, object]) -> Callable[[pytest.MonkeyPatch], None]:
     """Writes config.json with changes as another file."""
 
@@ -223,6 +231,22 @@ CASES = {
     ),
     "a model beside a vision tower": Case(
         "checkpoint/hf/config.py _text_model", "from-hf --input vision --output-path out", prepare=vision_model
+    ),
+    "adapters without a rank": Case(
+        "config/lora.py LoraConfig", f"{TRAIN} --tune-model-path run --set lora.alpha=8"
+    ),
+    "a part of a fused matrix": Case(
+        "config/lora.py with_adapters",
+        f"{TRAIN} --ignore-keys model --set data.seq=32 --tune-model-path neox --set lora.rank=2 "
+        "--set 'lora.targets=[\"q\",\"v\"]'",
+        prepare=fused_matrices,
+    ),
+    "another rank": Case(
+        "checkpoint/identity.py check_lora",
+        "train --config config.json --set checkpoint.model_dir=adapted --set lora.rank=4", prepare=adapted_run,
+    ),
+    "adapters to a folder": Case(
+        "runtime/convert.py to_hf", "to-hf --input-ckpt adapted --output-path out", prepare=adapted_run
     ),
     "values too large for float16": Case(
         "checkpoint/hf/writer.py _cast", "to-hf --input-ckpt large --output-path out --dtype fp16", prepare=large_values

@@ -141,6 +141,8 @@ def test_a_tuning_begins_with_the_checkpoint(write: Callable[..., Config], capsy
     assert config.optimizer.lr == 5e-5
     # the loss of transformers
     assert config.optimizer.z_loss == 0
+    # all parameters fit
+    assert config.lora.rank is None
 
 
 def test_adapters_are_trained_where_all_parameters_do_not_fit(
@@ -156,7 +158,6 @@ def test_adapters_are_trained_where_all_parameters_do_not_fit(
     assert byte_size(12 * adapters).split()[0] == trained
     text = Path("mine.json").read_text()
     assert "all parameters do not fit: only adapters are trained (docs/lora.md)" in text
-    assert write("tune", "6B", "big", "v3-8", "1h").lora.rank is None
 
 
 def test_a_short_run_saves_four_times(write: Callable[..., Config], capsys: pytest.CaptureFixture) -> None:

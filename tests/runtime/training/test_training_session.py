@@ -169,7 +169,7 @@ def test_layers_of_two_head_sizes_keep_the_kernel_of_each(
         for branch in last.branches
     )
     decoder = dataclasses.replace(config.decoder, layers=(*first, dataclasses.replace(last, branches=branches)))
-    monkeypatch.setattr(schema, "_decoder", lambda model: decoder)
+    monkeypatch.setattr(schema, "_decoder", lambda model, lora: decoder)
     monkeypatch.setitem(kernels.KERNELS, "cudnn", "cpu")
     most = attention.head_dim
     monkeypatch.setattr(kernels, "_refusal", lambda name, case: "is for small heads" if case.head_dim > most else None)
