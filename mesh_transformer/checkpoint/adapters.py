@@ -189,7 +189,7 @@ class AdaptedSource(CheckedSource):
         return self._adapted(name, index, self._base.read(name, index))
 
     def finish_reads(self) -> None:
-        """After `read` of all parameters: warn if the base is not that of the run."""
+        """After `read` of all parameters: warn if the base is not the base of the run."""
         self._base.finish_reads()
         self._warn_of_other_base()
 
@@ -203,7 +203,7 @@ class AdaptedSource(CheckedSource):
         return self._adapted(name, index, part), sums
 
     def verify(self, sums: Mapping[str, int]) -> None:
-        """See `CheckedSource`. Another base than that of the run is a warning."""
+        """See `CheckedSource`. A base that is not the base of the run is a warning."""
         self._base.verify(sums)
         self._warn_of_other_base()
 

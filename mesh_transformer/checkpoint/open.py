@@ -153,8 +153,8 @@ class Checkpoint:
         return self._stored.generation_config
 
     def source(self, model: ModelConfig) -> TensorSource:
-        """Its tensors: of adapters, those of the whole model. Reads none of them. The weights of a name on the hub are
-        downloaded.
+        """Its tensors. Adapters give the tensors of the whole model. No tensor is read yet; the weights of a name on
+        the hub are downloaded.
 
         Each call opens them: a source may hold a whole matrix, so it lives no longer than its reader wants.
 

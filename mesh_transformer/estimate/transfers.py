@@ -78,7 +78,7 @@ def _weights_and_gradients(step: StepSizes, seconds: Callable[[str, float, Devic
     kind = "all-reduce" if over_all and step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
     gathers = step.config.mesh.gather_weights == "per_layer"
     tables = step.elements("embed", "head", gathered=True) * step.item_bytes
-    # frozen parameters have no gradients, and those of adapters are small
+    # frozen parameters have no gradients, and the gradients of adapters are small
     summed_share = 0 if step.decoder.adapted else 1
     moved = summed_share * seconds(kind, tables, summed) + gathers * seconds("all-gather", tables, weights)
     # small transfers cost their latency: biases, and the scales of norms

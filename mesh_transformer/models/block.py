@@ -71,7 +71,7 @@ def module_of(mechanism: spec.Mechanism, d_model: int, out_stddev: float) -> Blo
     return MODULES[type(mechanism)](mechanism, d_model, out_stddev, mechanism.name)
 
 
-# The place in a layer (`Dropout`) of the dropout of its first matrix: after those of the branches.
+# `Dropout`'s number for the adapter of a layer's first matrix. The branches of a layer have smaller numbers.
 _FIRST_MATRIX = 1 << 8
 # The window of a layer without one, among layers that have windows: more than any position.
 NO_WINDOW = 1 << 30

@@ -60,7 +60,7 @@ Matrix = jax.Array | StoredMatrix
 class Term(NamedTuple):
     """One term of a matrix that is a sum: the product of its factors, times `scale`."""
 
-    # (D, F); or (D, R) and (R, F), of which no devices split R
+    # (D, F); or (D, R) and (R, F), where devices do not split R
     factors: tuple[Matrix, ...]
     scale: float | jax.Array = 1.0
     # a function of x before the product
@@ -322,7 +322,7 @@ def column(x_BTD: jax.Array, ws_DF: Sequence[Matrix], names: Sequence[str | None
 
 
 def _columns_of_terms(x_BTD: jax.Array, ws_DF: Sequence[Matrix], names: Sequence[str | None]) -> list[jax.Array]:
-    """`column` of matrices of which some are sums. Their terms that are one matrix are multiplied together."""
+    """`column` where some matrices are sums. All terms that are one matrix are multiplied together."""
     terms = [(number, term) for number, w in enumerate(ws_DF) for term in terms_of(w)]
     together = [(number, term.factors[0]) for number, term in terms if term.is_matrix]
     products = column(x_BTD, [w for _, w in together], [names[number] for number, _ in together]) if together else []

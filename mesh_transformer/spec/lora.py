@@ -14,7 +14,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """The adapter of the matrix at `path` of a layer, such as `attention/q/w`. `scale` multiplies its product.
-    `a_of` is the path of the matrix that has the a, if several share one; by default `path`."""
+    `a_of` is the path of the matrix that has the a, by default `path`: several matrices may share an a."""
 
     path: str
     rank: int

@@ -20,7 +20,7 @@ TESTS = "runs the tests themselves"
 PATTERN = "a pattern, with names that the reader replaces"
 CLIENT = "needs a package that the tests do not install"
 CHAT = "needs a model with a chat template; tests/runtime/serving calls it with one"
-CHAIN = "goes on with the models of first_chat.md, whose test trains adapters too"
+CHAIN = "needs the models of first_chat.md; the test of that page trains adapters too"
 DATA = "needs a data set that is not in the repository"
 TERMINAL = "goes on without its terminal, as a run of tests/runtime/training/test_terminal.py"
 
