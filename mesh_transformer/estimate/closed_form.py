@@ -43,8 +43,9 @@ KERNEL_FORWARD, KERNEL_BACKWARD, SPLASH_BACKWARD = 2, 5, 7
 LOGITS_FORWARD, LOGITS_BACKWARD = 0.3, 0.4
 # passes over the float32 logits of the vocabulary
 VOCAB_PASSES = 1.3
-# passes over the weights of layers and embedding in a microbatch: gradients are zeroed, matrices copied from the stack
-WEIGHT_PASSES = 2.0
+# passes over the weights of layers and embedding in a microbatch: gradients are zeroed, unless they are frozen, and
+# matrices copied from the stack
+WEIGHT_PASSES, FROZEN_PASSES = 2.0, 1.0
 # bytes of memory traffic for each element of a parameter: to add a gradient to the float32 sums, and to update
 SUM_TRAFFIC, UPDATE_TRAFFIC = 15.5, 50.0
 
@@ -151,7 +152,10 @@ def _memory(step: StepSizes, fused: float | None) -> dict[str, float]:
     # the loss of a chunk of the positions, with the head's gradient in float32
     chunk = min(step.vocab_logits, MIB * step.logits_mib)
     head = step.elements("head", gathered=True)
-    of_head = step.item_bytes if step.decoder.adapted else FLOAT32_BYTES + step.item_bytes
+    of_head = FLOAT32_BYTES + step.item_bytes
+    if step.decoder.adapted:
+        # no gradient, and no copy in the compute dtype
+        of_head = step.item_bytes if gathers else 0
     loss = {**always, "loss": LIVE_VOCAB_LOGITS * chunk + of_head * head}
     largest = max(backward, loss, key=lambda uses: sum(uses.values()))
     return {use: n_bytes / GIB for use, n_bytes in largest.items() if n_bytes}
@@ -196,7 +200,7 @@ def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
         )
         / rates.passes,
         "head": _head(step, rates),
-        "copies of weights": WEIGHT_PASSES * copied / rates.passes,
+        "copies of weights": (FROZEN_PASSES if step.decoder.adapted else WEIGHT_PASSES) * copied / rates.passes,
         "sums of gradients": SUM_TRAFFIC * step.sum_elements / rates.memory if step.accumulation > 1 else 0.0,
         **transfers.of_microbatch(step, rates, _products),
     }

@@ -51,6 +51,9 @@ def _sums_of_layer(layer: LayerSizes, rates: DeviceRates, products: float) -> fl
     tensor = step.group(step.partition.rules["mlp"])
     sums = layer.branches + layer.readings + layer.again.sums
     if step.residual == step.whole_rows:
+        if step.decoder.adapted:
+            # the product of low rank stands between the sums of two matrices, which are not joined then
+            sums = layer.matrices
         return sums * _transfer(step.accelerator, "all-reduce", step.whole_rows, tensor)
     kind = "all-reduce" if step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
     # forward, for the gradient of the output, and for the gradients of the weights

@@ -19,14 +19,16 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import StepEstimate, estimate
 from mesh_transformer.estimate.experts import rows_bytes
 from mesh_transformer.estimate.prediction import FORMULA_MEMORY, FORMULA_TIME, predict_training
-from mesh_transformer.estimate.programs import default_folder
+from mesh_transformer.estimate.programs import default_folder, without_cache
 from mesh_transformer.estimate.rates import FITTED, LIKE
 from mesh_transformer.estimate.search import search
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, StepSizes
 from mesh_transformer.estimate.target import tpu_target
 from mesh_transformer.models.block import KEPT
 from mesh_transformer.models.model import Model
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.spec.flops import flops_per_token
+from mesh_transformer.train.step import TrainProgram, lower_step
 
 GIB = 2**30
 LLAMA_8B = {
@@ -157,6 +159,41 @@ def test_compiled_programs(repo, row):
     found = _estimate(repo, name, devices, *overrides)
     assert found.gib == pytest.approx(gib, rel=0.08)
     assert 1e3 * found.seconds == pytest.approx(ms, rel=0.15)
+
+
+# GPT-J-6B with adapters of rank 16: compiled with libtpu 0.0.42
+ADAPTED: dict[str, tuple[str, int, tuple[str, ...], float, float]] = {
+    "v5e-1": ("v5e", 1, ("mesh.tp=1", *_batch(16, 1)), 12.84, 9802),
+    "v5e-4, fsdp 4": ("v5e", 4, ("mesh.tp=1", "mesh.fsdp=4", *_batch(4, 1)), 4.48, 2374),
+    "v5e-4, tp 4": ("v5e", 4, ("mesh.tp=4", *_batch(4, 4)), 5.48, 3539),
+    "v4-8": ("v4", 4, ("mesh.tp=1", *_batch(2, 2)), 13.53, 1910),
+}
+
+
+@pytest.mark.parametrize("row", ADAPTED)
+def test_compiled_programs_with_adapters(repo, row):
+    name, devices, overrides, gib, ms = ADAPTED[row]
+    config = load_config(str(repo / "configs" / "6B_roto_256.json"), ["lora.rank=16", *overrides])
+    found = estimate(config, devices, ACCELERATORS[name])
+    assert found.gib == pytest.approx(gib, rel=0.08)
+    assert 1e3 * found.seconds == pytest.approx(ms, rel=0.15)
+
+
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.tpu
+@pytest.mark.nightly
+def test_the_memory_of_a_step_with_adapters(repo):
+    """GPT-J-6B on one v5e: weights in bfloat16, 16 bytes for each trained element, and no copy of a matrix."""
+    config = load_config(str(repo / "configs" / "6B_roto_256.json"), ["lora.rank=16", "mesh.tp=1", *_batch(16, 1)])
+    target = tpu_target("v5e-1")
+    program = TrainProgram(Placement.of(config, target.devices()), config)
+    with without_cache():
+        memory = lower_step(program, 16, 1).compile().memory_analysis()
+    arrays = config.decoder.arrays().values()
+    trained = sum(array.size for array in arrays if array.adapter)
+    frozen = sum(array.size for array in arrays) - trained
+    assert memory.argument_size_in_bytes <= 1.01 * (2 * frozen + 16 * trained)
+    assert memory.temp_size_in_bytes < 2 * GIB
 
 
 @pytest.mark.parametrize(
