@@ -38,8 +38,10 @@ TOKENIZER_FILES = (
 # a folder with one of these has a tokenizer
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json"})
 CONFIG_FILES = ("config.json", "generation_config.json")
+ADAPTER_CONFIG = "adapter_config.json"
 # what the reader of a folder looks for (checkpoint/hf/source.py); .bin files only where there is no safetensors file
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 _BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>{_PART}(?:/{_PART})*))?", re.ASCII)
@@ -147,8 +149,23 @@ def model_folder(path: str, *, weights: bool = True) -> str:
     )
 
 
-def tokenizer_folder(name: str) -> str:
-    """A local folder with the tokenizer of a repository; `name` may begin with hf://.
+@functools.cache
+def adapter_folder(path: str) -> str:
+    """A local folder with the adapter of a repository: adapter_config.json and the tensors.
+
+    Raises:
+        UserError: as in `model_folder`.
+    """
+    folder = _description(path)
+    repository = parse(path)._replace(revision=os.path.basename(folder))
+    log.info("%s: commit %s, in %s", path, repository.revision, folder)
+    # the pickled file is refused by its reader
+    return _download(path, repository, (ADAPTER_CONFIG, *_ADAPTER))
+
+
+def description_folder(name: str) -> str:
+    """A local folder with the files of a repository that are no weights: the configs and the tokenizer; `name` may
+    begin with hf://.
 
     Raises:
         UserError: as in `model_folder`.
@@ -158,7 +175,7 @@ def tokenizer_folder(name: str) -> str:
 
 def forget() -> None:
     """Look names up anew from now on."""
-    for function in (model_folder, downloaded_gguf, _description):
+    for function in (model_folder, downloaded_gguf, adapter_folder, _description):
         function.cache_clear()
 
 
@@ -299,7 +316,7 @@ def _file_of(path: str) -> tuple[str, str, str]:
 @functools.cache
 def _description(path: str) -> str:
     """The folder with the config and the tokenizer. Its name is the commit."""
-    return _download(path, parse(path), (*CONFIG_FILES, *TOKENIZER_FILES))
+    return _download(path, parse(path), (*CONFIG_FILES, ADAPTER_CONFIG, *TOKENIZER_FILES))
 
 
 def _download(path: str, repository: Repository, patterns: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ ROOMS = {
         {"identity", "lora_record"},
         {"format"},
         {"classic", "hf", "native"},
-        {"gguf", "adapters"},
+        {"gguf", "adapters", "peft"},
         {"open", "load"},
         {"store"},
         {"tree"},

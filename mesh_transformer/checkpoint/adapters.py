@@ -142,15 +142,15 @@ class AdaptedSource(CheckedSource):
     """The whole model of a base and the adapters of a checkpoint.
 
     Args:
-        adapters: a step of a run with `lora`.
-        record: what it records.
+        adapters: a step of a run with `lora`, or a folder of PEFT.
+        record: what it says of them.
 
     Raises:
         UserError: the adapters do not fit the model.
     """
 
     def __init__(self, base: BaseSource, adapters: TensorSource, record: LoraRecord, model: ModelConfig):
-        self._base, self._adapters, self._record = base, adapters, record
+        self.base, self._adapters, self._record = base, adapters, record
         self.where = adapters.where
         self._factors = dict(_factors(model.decoder(), record.adapters, adapters))
         # the adapters that were read: small beside the base
@@ -168,8 +168,9 @@ class AdaptedSource(CheckedSource):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """See `TensorSource`: what the run recorded of its model and data."""
-        extra = {name: value for name, value in self._adapters.extra.items() if name not in _OF_RUN}
+        """See `TensorSource`: what the run of the adapters recorded of its model and data, else what the base did."""
+        recorded = self._adapters.extra or self.base.extra
+        extra = {name: value for name, value in recorded.items() if name not in _OF_RUN}
         config = extra.get("config")
         if isinstance(config, dict):
             extra["config"] = {group: values for group, values in config.items() if group != KEY}
@@ -178,41 +179,41 @@ class AdaptedSource(CheckedSource):
     @property
     def hash(self) -> str | None:
         """The hash of base and adapters; None until the base's is known."""
-        if self._base.hash is None:
+        if self.base.hash is None:
             return None
         adapters = [dataclasses.astuple(adapter) for adapter in self._record.adapters]
         sums = [[name, array_checksum(self._array(name), [0] * self._array(name).ndim)] for name in sorted(self._names)]
-        return _digest([self._base.hash, adapters, sums])
+        return _digest([self.base.hash, adapters, sums])
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """See `TensorSource`."""
-        return self._adapted(name, index, self._base.read(name, index))
+        return self._adapted(name, index, self.base.read(name, index))
 
     def finish_reads(self) -> None:
         """After `read` of all parameters: warn if the base is not the base of the run."""
-        self._base.finish_reads()
+        self.base.finish_reads()
         self._warn_of_other_base()
 
     def labels(self, name: str) -> Sequence[str]:
         """See `CheckedSource`."""
-        return self._base.labels(name)
+        return self.base.labels(name)
 
     def read_counted(self, name: str, index: Index, *, count: bool) -> tuple[np.ndarray, dict[str, int]]:
         """See `CheckedSource`."""
-        part, sums = self._base.read_counted(name, index, count=count)
+        part, sums = self.base.read_counted(name, index, count=count)
         return self._adapted(name, index, part), sums
 
     def verify(self, sums: Mapping[str, int]) -> None:
         """See `CheckedSource`. A base that is not the base of the run is a warning."""
-        self._base.verify(sums)
+        self.base.verify(sums)
         self._warn_of_other_base()
 
     def _warn_of_other_base(self) -> None:
-        if self._base.hash is not None and self._base.hash != self._record.hash:
+        if None not in (self.base.hash, self._record.hash) and self.base.hash != self._record.hash:
             log.warning(
                 "%s was trained on a base of hash %s, and %s has %s: it is another model, or the same one in other "
                 "numbers, such as after a rounding",
-                *(self.where, self._record.hash, self._base.where, self._base.hash),
+                *(self.where, self._record.hash, self.base.where, self.base.hash),
             )
 
     def _adapted(self, name: str, index: Index, part: np.ndarray) -> np.ndarray:
@@ -247,7 +248,8 @@ def _factors(decoder: Decoder, adapters: Sequence[Adapter], source: TensorSource
     """
     matrices: dict[str, Array] = {}
     for kind in decoder.kinds:
-        matrices |= {path: array for path, array in decoder.matrices(kind).items() if array.role != "other"}
+        # adapters of others have routers too
+        matrices |= {p: array for p, array in decoder.matrices(kind).items() if len(array.shape) == len(array.dims)}
     with_a = {adapter.path for adapter in adapters if adapter.a_of in ("", adapter.path)}
     for adapter in adapters:
         owner = adapter.a_of or adapter.path

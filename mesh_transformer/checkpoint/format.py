@@ -10,6 +10,7 @@ from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.errors import UserError
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -50,6 +51,8 @@ class StoredCheckpoint:
 
     # the name of the format in messages
     FORMAT: ClassVar[str]
+    # whether it holds adapters alone, and its base says what the model, the tokenizer and the origin are
+    DESCRIBED_BY_BASE: ClassVar[bool] = False
 
     def __init__(self, folder: Folder):
         self.folder = folder
@@ -88,9 +91,22 @@ class StoredCheckpoint:
         return None
 
     @property
-    def adapters(self) -> LoraRecord | None:
-        """What it says of its base, if it holds adapters alone."""
-        return None
+    def has_base(self) -> bool:
+        """Whether it holds adapters of a base."""
+        return False
+
+    @property
+    def base(self) -> str:
+        """The path of its base, if it has one.
+
+        Raises:
+            UserError: it does not say which.
+        """
+        raise NotImplementedError
+
+    def adapters(self, model: ModelConfig) -> tuple[TensorSource, LoraRecord]:
+        """Its tensors and what they are, if it has a base; see `open.Checkpoint.adapters`."""
+        raise UserError(f"{self.folder.path} is a whole model, not adapters of one")
 
     @property
     def tokenizer(self) -> str | None:

@@ -13,6 +13,7 @@ import jax
 
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import LoraConfig, ModelConfig, OptimizerConfig, parse_config
+from mesh_transformer.config.lora import with_adapters
 from mesh_transformer.config.schema import VARIANTS
 from mesh_transformer.errors import UserError, options_to_add, set_options
 from mesh_transformer.families import FAMILIES
@@ -83,8 +84,11 @@ def warn_of_longer_context(source: TensorSource, model: ModelConfig) -> None:
         )
 
 
-def check_lora(source: TensorSource, lora: LoraConfig) -> None:
+def check_lora(source: TensorSource, lora: LoraConfig, model: ModelConfig | None) -> None:
     """Refuse to resume a run with adapters as one without them, the reverse, and a run with other adapters.
+
+    Args:
+        model: of the run, in which two spellings may be the same targets. None: it is not known.
 
     Raises:
         UserError: the message names the field.
@@ -97,11 +101,17 @@ def check_lora(source: TensorSource, lora: LoraConfig) -> None:
         raise UserError(f"{source.where}: the group lora that it records cannot be read: {error}") from error
     for name in ("rank", "alpha", "targets"):
         ours, stored = (json.dumps(lora_value(group, name)) for group in (lora, recorded))
-        if ours != stored:
+        if ours != stored and not (name == "targets" and model and _same_matrices(model, lora, recorded)):
             raise UserError(
                 f"{source.where} is of a run with lora.{name} {stored}, and the config has {ours}: set it as at the "
                 f"start of the run ({set_options(f'lora.{name}={stored}')}), or choose another checkpoint.model_dir"
             )
+
+
+def _same_matrices(model: ModelConfig, *groups: LoraConfig) -> bool:
+    decoder = model.decoder()
+    forms = [with_adapters(decoder, lora.model_copy(update={"dropout": 0.0}), model).forms for lora in groups]
+    return len(set(forms)) == 1
 
 
 def lora_value(lora: LoraConfig, name: str) -> Any:

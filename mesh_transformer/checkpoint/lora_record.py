@@ -17,11 +17,11 @@ class LoraRecord(NamedTuple):
 
     Args:
         base: the path of the base, or its name on the hub with the commit.
-        hash: of the base's values (`adapters.BaseSource.hash`).
+        hash: of the base's values (`adapters.BaseSource.hash`); None: the adapters do not say it.
     """
 
     base: str
-    hash: str
+    hash: str | None
     adapters: tuple[Adapter, ...]
 
     @classmethod

@@ -14,6 +14,7 @@ from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.origin import Origin
+from mesh_transformer.checkpoint.peft.format import PeftFolder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
@@ -23,7 +24,8 @@ BASE_ADVICE = "--base DIR says where it is now"
 # adapters may have adapters as their base
 _MOST_BASES = 4
 # The first that finds a checkpoint decides. Native steps beside classic ones are of a run that was resumed from these.
-FORMATS: tuple[type[StoredCheckpoint], ...] = (GgufFile, HubModel, NativeStep, ClassicStep, HFFolder)
+# A folder with adapter_config.json is adapters, as transformers reads it.
+FORMATS: tuple[type[StoredCheckpoint], ...] = (GgufFile, PeftFolder, HubModel, NativeStep, ClassicStep, HFFolder)
 # what to do with a file that is given in place of a folder, by the end of its name
 _NO_FOLDERS = {
     ".safetensors": "give the folder that holds it, with config.json beside it",
@@ -46,8 +48,9 @@ class CheckpointTokenizer(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint by its path: a step folder, a run's folder (its newest step), a Hugging Face folder or a GGUF file,
-    each local or `gs://`, or a name on the hub, hf://ORG/NAME[@REVISION] or hf://ORG/NAME[@REVISION]/FILE.gguf.
+    """A checkpoint by its path: a step folder, a run's folder (its newest step), a Hugging Face folder, a folder of
+    adapters of PEFT or a GGUF file, each local or `gs://`, or a name on the hub, hf://ORG/NAME[@REVISION] or
+    hf://ORG/NAME[@REVISION]/FILE.gguf.
 
     Nothing is read before it is asked for, and then it is read once: a checkpoint stays the step that was found first.
     Whoever has written to a path opens it anew.
@@ -57,17 +60,21 @@ class Checkpoint:
             folder's contents), or it cannot be read, or the hub has no such model or cannot be reached.
     """
 
-    def __init__(self, path: str, base: str | None = None):
-        self.path, self.base = path, base
+    def __init__(self, path: str, base: Self | None = None):
+        self.path, self._given_base = path, base
 
     @classmethod
-    def open(cls, path: str, *, base: str | None = None) -> Self:
+    def open(cls, path: str, *, base: str | Self | None = None) -> Self:
         """The checkpoint at a path, which is looked at when the first question is asked.
 
         Args:
-            base: where the base of its adapters is now; None: where it records it.
+            base: the base of its adapters, or where it is now; None: where they record it.
         """
-        return cls(path, base)
+        return cls(path, cls(base) if isinstance(base, str) else base)
+
+    def reopened(self) -> Self:
+        """This checkpoint, looked at anew."""
+        return type(self)(self.path, None if self._given_base is None else self._given_base.reopened())
 
     def __str__(self) -> str:
         return self.path
@@ -90,6 +97,30 @@ class Checkpoint:
         raise _missing(self._given)
 
     @property
+    def has_base(self) -> bool:
+        """Whether it holds adapters of a base."""
+        return self._stored.has_base
+
+    @functools.cached_property
+    def base(self) -> Self:
+        """The base of its adapters."""
+        if self._given_base is not None:
+            return self._given_base
+        path = self._stored.base
+        log.info("the base of %s is %s", self.folder, path)
+        return type(self).open(path)
+
+    @property
+    def _describing(self) -> "Checkpoint":
+        """The checkpoint that says what the model is: itself, or its base."""
+        checkpoint: Checkpoint = self
+        for _ in range(_MOST_BASES + 1):
+            if not checkpoint._stored.DESCRIBED_BY_BASE:
+                return checkpoint
+            checkpoint = checkpoint.base
+        raise self._too_deep()
+
+    @property
     def format(self) -> str:
         """The name of its format, such as "native"."""
         return self._stored.FORMAT
@@ -102,7 +133,7 @@ class Checkpoint:
     @property
     def model(self) -> ModelConfig | None:
         """The model that it records; None: it records none."""
-        return self._stored.model
+        return self._describing._stored.model
 
     @functools.cached_property
     def config(self) -> dict[str, Any] | None:
@@ -110,7 +141,7 @@ class Checkpoint:
         not record its model."""
         if self.model is None:
             return None
-        recorded = self._stored.recorded
+        recorded = self._describing._stored.recorded
         data = recorded.get("data") if isinstance(recorded, dict) else None
         tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
         return {
@@ -126,6 +157,10 @@ class Checkpoint:
         If the Hugging Face folder has no tokenizer, the result still names the folder, so that `load_tokenizer` says
         what is missing: GPT-2's tokenizer would be wrong.
         """
+        if self._stored.DESCRIBED_BY_BASE:
+            # that of the base itself would be asked without end if it is its own base
+            base = self._describing
+            return CheckpointTokenizer(self.folder) if _has_tokenizer(self._stored.folder) else base.tokenizer
         if self.config is not None and self.config["data"]["tokenizer"] is not None:
             return CheckpointTokenizer(self.config["data"]["tokenizer"])
         if self._stored.tokenizer is not None:
@@ -138,11 +173,6 @@ class Checkpoint:
             return CheckpointTokenizer(run.path)
         return CheckpointTokenizer(None if origin is None else origin.path, kept=True)
 
-    @property
-    def adapters(self) -> LoraRecord | None:
-        """What a step of a run with `lora` says of its base; None: the checkpoint holds a whole model."""
-        return self._stored.adapters
-
     @functools.cached_property
     def generation_config(self) -> dict[str, Any]:
         """What generation_config.json of the model that it is or came from says; empty: there is none.
@@ -150,7 +180,7 @@ class Checkpoint:
         Raises:
             UserError: as above, or the file is no JSON object.
         """
-        return self._stored.generation_config
+        return self._describing._stored.generation_config
 
     def source(self, model: ModelConfig) -> TensorSource:
         """Its tensors. Adapters give the tensors of the whole model. No tensor is read yet; the weights of a name on
@@ -166,25 +196,36 @@ class Checkpoint:
         """
         return self._source(model, _MOST_BASES)
 
-    def _source(self, model: ModelConfig, bases: int) -> TensorSource:
-        source, record = self._stored.source(model), self.adapters
-        if record is None:
-            if self.base is not None:
-                raise UserError(f"--base {self.base}: {self.folder} is a whole model and has no base: omit the option")
-            return source
-        if not bases:
-            raise UserError(
-                f"{self.path} is the base of the base of {_MOST_BASES} others, or a base of itself: merge some of them"
-            )
-        return AdaptedSource(self._base(record, model, bases - 1), source, record, model)
+    def adapters(self, model: ModelConfig) -> tuple[TensorSource, LoraRecord]:
+        """The tensors of its adapters alone, and what they are.
 
-    def _base(self, record: LoraRecord, model: ModelConfig, bases: int) -> BaseSource:
-        path = self.base or record.base
-        log.info("the base of %s is %s", self.folder, path)
+        Raises:
+            UserError: as above, or it holds a whole model.
+        """
+        return self._stored.adapters(model)
+
+    def _source(self, model: ModelConfig, bases: int) -> TensorSource:
+        if not self.has_base:
+            if self._given_base is not None:
+                raise UserError(f"{self.folder} is a whole model, not adapters of {self._given_base}: it has no base")
+            return self._stored.source(model)
+        if not bases:
+            raise self._too_deep()
+        source, record = self.adapters(model)
+        return AdaptedSource(self._base_source(model, bases - 1), source, record, model)
+
+    def _too_deep(self) -> UserError:
+        return UserError(
+            f"{self.path} is the base of the base of {_MOST_BASES} others, or a base of itself: merge some of them"
+        )
+
+    def _base_source(self, model: ModelConfig, bases: int) -> BaseSource:
         try:
-            return BaseSource(type(self).open(path)._source(model, bases), model)
+            return BaseSource(self.base._source(model, bases), model)
         except UserError as error:
-            raise UserError(f"the base of {self.folder}, {path}, cannot be opened: {error}; {BASE_ADVICE}") from error
+            raise UserError(
+                f"the base of {self.folder}, {self.base}, cannot be opened: {error}; {BASE_ADVICE}"
+            ) from error
 
     def origin(self, source: TensorSource) -> Origin | None:
         """The Hugging Face folder that it came from, or is; None: none.
@@ -195,6 +236,8 @@ class Checkpoint:
         Raises:
             UserError: as above, or a file is too large.
         """
+        if self._stored.DESCRIBED_BY_BASE and isinstance(source, AdaptedSource):
+            return self.base.origin(source.base)
         return self._stored.origin(source)
 
 
@@ -255,11 +298,6 @@ def _missing(folder: Folder) -> UserError:
         return UserError(f"no such file: {path}{files.seen_from(path)}")
     if advice := next((words for suffix, words in _NO_FOLDERS.items() if path.endswith(suffix)), None):
         return UserError(f"{path} is not the folder of a checkpoint: {advice}")
-    if "adapter_config.json" in names:
-        return UserError(
-            f"{path} holds an adapter (adapter_config.json), not a whole model: merge it into its base model with "
-            "PEFT's merge_and_unload and save_pretrained, and give that folder"
-        )
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return UserError(f"{path} holds GGUF files: give one of them: {listed(gguf, most=8)}")
     root, _, name = path.rpartition("/")

@@ -170,7 +170,7 @@ class CheckpointStore:
                     if self._model is not None:
                         check_model(source, self._model)
                     if self._lora is not None:
-                        check_lora(source, self._lora)
+                        check_lora(source, self._lora, self._model)
                     if self._optimizer is not None:
                         check_optimizer(source, self._optimizer)
                     return Checkpoint(step, restore(source, abstract_state, part=False), source.extra)

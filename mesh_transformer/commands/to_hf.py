@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="write the whole model of a run with adapters (the group lora): its base with the adapters added",
+        help="of adapters, write the whole model: their base with the adapters added (default: a folder of PEFT, with "
+        "the adapters alone)",
     )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args(arguments))

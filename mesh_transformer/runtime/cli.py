@@ -119,6 +119,14 @@ def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, req
         metavar="DIR",
         help="where the base of a run with adapters (the group lora) is now (default: where the run read it)",
     )
+    add_adapter(parser, "the model gets these adapters: a folder of PEFT, or a run with the group lora")
+
+
+def add_adapter(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add --adapter."""
+    parser.add_argument(
+        "--adapter", type=checkpoint_path, metavar="DIR", help=f"{help}; local, gs:// or hf://ORG/NAME[@REVISION]"
+    )
 
 
 def add_generation_config(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +189,10 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --tune-model-path: start with fresh optimizer state instead of loading it",
     )
+    add_adapter(
+        parser,
+        "with --tune-model-path: train adapters (the group lora), which begin as these; a folder of PEFT, or a run",
+    )
 
 
 def add_model_path(parser: argparse.ArgumentParser, help: str) -> None:
@@ -192,11 +204,15 @@ def parse_tuned(parser: argparse.ArgumentParser, words: Sequence[str] | None) ->
     """The arguments of a parser with the options of `add_tuning`; None: those of the process.
 
     Raises:
-        UserError: --fresh-opt is given without --tune-model-path.
+        UserError: --fresh-opt or --adapter is given without --tune-model-path.
     """
     arguments = parser.parse_args(words)
     if arguments.fresh_opt and not arguments.tune_model_path:
         raise UserError("--fresh-opt ignores the optimizer state of --tune-model-path: give that option too")
+    if arguments.adapter and not arguments.tune_model_path:
+        raise UserError(
+            f"--adapter {arguments.adapter} has adapters of a model: give that model with --tune-model-path"
+        )
     return arguments
 
 

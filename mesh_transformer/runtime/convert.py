@@ -23,6 +23,7 @@ from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Checkpoint, check_only_step, split_step, step_of
 from mesh_transformer.checkpoint.origin import Origin
+from mesh_transformer.checkpoint.peft.writer import write_peft
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import Config, ModelConfig, is_set
@@ -31,7 +32,7 @@ from mesh_transformer.environment import command
 from mesh_transformer.errors import UserError, options_to_add
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
-from mesh_transformer.runtime.session.weights import config_for, config_of, explain_damage
+from mesh_transformer.runtime.session.weights import config_for, config_of, explain_damage, open_with
 
 # the formats of a step
 NATIVE, CLASSIC = NativeStep.FORMAT, ClassicStep.FORMAT
@@ -48,10 +49,11 @@ def to_hf(
     tokenizer: str | None = None,
     push: str | None = None,
     base: str | None = None,
+    adapter: str | None = None,
     merge: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Convert a checkpoint of any format to a Hugging Face folder.
+    """Convert a checkpoint of any format to a Hugging Face folder. Adapters become a folder of PEFT.
 
     Args:
         config_path: the config file; None: the checkpoint records its model.
@@ -61,7 +63,8 @@ def to_hf(
             Face folder that the checkpoint came from, or `bytes` if the run used it.
         push: a repository on the hub, to which the output is uploaded.
         base: where the base of adapters is now.
-        merge: write the whole model of a run with adapters.
+        adapter: adapters that the checkpoint gets.
+        merge: write the whole model of adapters and their base.
         overwrite: whether to replace an existing output.
 
     Raises:
@@ -69,15 +72,13 @@ def to_hf(
     """
     if push is not None:
         _check_push(push, output)
-    config, opened = config_for(config_path, overrides, checkpoint, base)
-    if opened.adapters is not None and not merge:
-        raise UserError(
-            f"{opened.folder} holds adapters: {options_to_add('--merge')} writes the whole model, with the adapters "
-            "added to the matrices of their base"
-        )
-    if merge and opened.adapters is None:
+    config, opened = config_for(config_path, overrides, checkpoint, base, adapter)
+    if merge and not opened.has_base:
         raise UserError(f"--merge adds adapters to their base, and {opened.folder} is a whole model: omit the option")
-    write_hf_folder(config, opened, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+    if opened.has_base and not merge:
+        write_peft_folder(config, opened, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+    else:
+        write_hf_folder(config, opened, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
     if push is not None:
         logs.log.info("uploaded to %s", hub.push(output, push))
 
@@ -117,6 +118,49 @@ def write_hf_folder(
             save_tokenizer(tokenizer, folder)
         _finish(source)
     logs.log.info("%s: written from %s", output, source.where)
+
+
+def write_peft_folder(
+    config: Config,
+    opened: Checkpoint,
+    output: str,
+    *,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapters of an open checkpoint as a folder of PEFT, in float32 by default. Arguments and errors as in
+    `to_hf`."""
+    check_free(output, overwrite=overwrite, replaceable=_is_peft)
+    logs.log.info("reading %s", opened)
+    source, record = opened.adapters(config.model)
+    with (
+        explain_damage(source),
+        new_folder(output, overwrite=overwrite, source=source.where, replaceable=_is_peft) as folder,
+    ):
+        write_peft(
+            source,
+            record._replace(base=opened.base.path),
+            config.model,
+            folder,
+            dtype=np.dtype(DTYPES[dtype or "fp32"]),
+            dropout=_recorded_dropout(source),
+        )
+        if tokenizer:
+            save_tokenizer(tokenizer, folder)
+    logs.log.info("%s: the adapters of %s, as PEFT has them (--merge writes the whole model)", output, source.where)
+
+
+def _recorded_dropout(source: TensorSource) -> float:
+    """The option lora.dropout of the run that trained adapters; 0 for others'."""
+    config = source.extra.get("config")
+    lora = config.get("lora") if isinstance(config, dict) else None
+    dropout = lora.get("dropout") if isinstance(lora, dict) else None
+    return dropout if isinstance(dropout, float) and 0 <= dropout < 1 else 0.0
+
+
+def _is_peft(folder: str) -> bool:
+    return hub.ADAPTER_CONFIG in files.list_dir(folder)
 
 
 def _own_tokenizer(spec: str | None, model: ModelConfig) -> str | None:
@@ -277,6 +321,7 @@ def slim(
     step: int | None = None,
     f16: bool = False,
     base: str | None = None,
+    adapter: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the parameters of a run's checkpoint in half precision to `{root}_slim/step_N` or `{root}_slim_f16/step_N`.
@@ -288,6 +333,7 @@ def slim(
         step: the step; None: the newest.
         f16: whether to write float16; else bfloat16.
         base: where the base of adapters is now.
+        adapter: adapters that the checkpoint gets.
 
     Raises:
         UserError: there is no checkpoint of that step, it does not match the config, or the output exists.
@@ -297,13 +343,13 @@ def slim(
             f"{checkpoint} is no folder beside which a slim checkpoint can be written: use "
             f"{command('from-hf')} --format classic"
         )
-    config, opened = config_for(config_path, overrides, checkpoint, base)
+    config, opened = config_for(config_path, overrides, checkpoint, base, adapter)
     root, named = split_step(opened.path)
     if None not in (named, step):
         raise UserError(f"{opened} and --ckpt-step {step} both name a step: give only one of them")
     logs.log.info("reading %s", opened)
     if step is not None:
-        opened = Checkpoint.open(step_of(root, step).path, base=base)
+        opened = open_with(step_of(root, step).path, base, adapter)
     source = opened.source(config.model)
     write_step(
         source,
@@ -327,6 +373,7 @@ def reshard(
     format: str,
     prompt: str | None,
     base: str | None = None,
+    adapter: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint of any format, with its moments if any, to `output`, and complete `prompt` with the result.
@@ -338,6 +385,7 @@ def reshard(
         output: see `write_step`; None: nothing is written, and the prompt is completed with the checkpoint itself.
         prompt: the text to complete; None: no completion.
         base: where the base of adapters is now.
+        adapter: adapters that the checkpoint gets.
 
     Raises:
         UserError: neither `output` nor `prompt` is given, the checkpoint does not match the config or the number of
@@ -345,13 +393,13 @@ def reshard(
     """
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
-    config, opened = config_for(config_path, overrides, checkpoint, base)
+    config, opened = config_for(config_path, overrides, checkpoint, base, adapter)
     _check_shards(shards_out, overrides, format, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
     if output is not None and format == CLASSIC:
         check_shards(config.model, shards, output)
     logs.log.info("reading %s", checkpoint)
-    if output is not None and format == opened.format == NATIVE and opened.adapters is None:
+    if output is not None and format == opened.format == NATIVE and not opened.has_base:
         raise UserError(f"{opened.folder} is already native and can be read on any number of devices: copy the folder")
     source = opened.source(config.model)
     prompt_sampler = None

@@ -175,13 +175,11 @@ def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, format: s
         ("model.gguf", "it does not begin as a GGUF file does"),
         ("step_7.tar.zst", "unpack it, and give the folder"),
         ("s3://bucket/model", "s3:// cannot be read: copy s3://bucket/model to a local folder or to gs://"),
-        ("adapter", r"holds an adapter .adapter_config.json., not a whole model: merge it"),
     ],
 )
 def test_what_is_no_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "model.safetensors", "model.gguf"):
-        Path(name).parent.mkdir(exist_ok=True)
+    for name in ("model.safetensors", "model.gguf"):
         Path(name).touch()
     with pytest.raises(UserError, match=words):
         _ = Checkpoint.open(path).format

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fuzz import (
+    adapters,
     configs,
     corpora,
     data_sets,
@@ -24,6 +25,7 @@ FUZZERS: dict[str, harness.Fuzzer] = {
     "configs": configs.fuzzer,
     "weights": weights.fuzzer,
     "gguf": gguf_models.fuzzer,
+    "adapters": adapters.fuzzer,
     "tokenizers": tokenizer_files.fuzzer,
     "templates": templates.fuzzer,
     "manifests": manifests.fuzzer,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support import commands
+from support import commands, peft_folders
 from support.hf_models import SEED, VARIANTS
 from support.hub_server import TOKEN, HubServer
 
@@ -192,6 +192,27 @@ def test_sampling_from_the_hub(run: Run, hub_server: HubServer, tmp_path: Path) 
     assert len(by_prompt["tokens"]) == 5 or by_prompt["tokens"][-1] == 0
     assert by_native == by_prompt
     assert by_tokens == {**by_prompt, "prompt": None, "completion": None}
+
+
+def test_adapters_from_the_hub(run: Run, hub_server: HubServer, tmp_path: Path) -> None:
+    folder = save(tmp_path / "hf", "gpt_neox", torch.float32)
+    base = hub_server.commit_folder("org/model", folder)
+    peft_folders.write_adapters(folder, tmp_path / "adapter", name=f"hf://org/model@{base}")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", base)
+    hub_server.commit_folder("org/adapter", tmp_path / "adapter")
+    options = ["--prompt", "abc", "--max-new-tokens", "5", "--temperature", "0", "--json"]
+    alone, given, local, plain = (
+        json.loads(run("device_sample", *source, *options)) | {"seconds": 0}
+        for source in (
+            ["--ckpt", "hf://org/adapter"],
+            ["--ckpt", "hf://org/model", "--adapter", "hf://org/adapter"],
+            ["--ckpt", "hf", "--adapter", "adapter"],
+            ["--ckpt", "hf"],
+        )
+    )
+    assert alone == given == local
+    assert given["tokens"] != plain["tokens"]
 
 
 @pytest.mark.parametrize(

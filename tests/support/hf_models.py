@@ -416,12 +416,12 @@ def make(name: str, folder: Path) -> Theirs:
             )
             first, second = torch.stack(answer.logits).topk(2).values.unbind(-1)
             clear = (first - second).min() > LEAST_MARGIN
-            if clear and (name not in EXPERTS or _chooses_clearly(model, answer.sequences)):
+            if clear and (name not in EXPERTS or chooses_clearly(model, answer.sequences)):
                 logits = model(torch.tensor(prompt)).logits.numpy()
                 return Theirs(folder, prompt, logits, answer.sequences[:, PROMPT:].numpy())
 
 
-def _chooses_clearly(model: Any, tokens: Any) -> bool:
+def chooses_clearly(model: Any, tokens: Any) -> bool:
     """Whether no router chooses between nearly equal scores, where two programs may choose different experts: a small
     change of the embeddings, and its opposite, change the logits little."""
     import torch

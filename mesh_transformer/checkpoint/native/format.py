@@ -54,8 +54,18 @@ class NativeStep(StoredCheckpoint):
         return source
 
     @property
-    def adapters(self) -> LoraRecord | None:
-        """What it records of its adapters and their base; None: it holds a whole model."""
+    def has_base(self) -> bool:
+        return self._record is not None
+
+    @property
+    def base(self) -> str:
+        return super().base if self._record is None else self._record.base
+
+    def adapters(self, model: ModelConfig) -> tuple[TensorSource, LoraRecord]:
+        return super().adapters(model) if self._record is None else (self.source(model), self._record)
+
+    @property
+    def _record(self) -> LoraRecord | None:
         return LoraRecord.of(self.manifest.extra, self.folder.path)
 
     def origin(self, source: TensorSource) -> Origin | None:

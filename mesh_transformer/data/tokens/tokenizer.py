@@ -264,7 +264,7 @@ def _copy(source: str, target: str, names: Iterable[str]) -> None:
 def _download(name: str) -> str:
     """The folder with the tokenizer files of hub repository `name`."""
     try:
-        return hub.tokenizer_folder(name)
+        return hub.description_folder(name)
     except UserError as error:
         raise UserError(f"tokenizer {name!r} is no folder here: {error}; {_WAY_OUT}") from error
 

@@ -23,6 +23,7 @@ def load(
     context: int | None = None,
     slots: int = 4,
     base: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
 ) -> Model:
     """Load a model onto the devices of this process.
@@ -36,6 +37,7 @@ def load(
             (`Model.context`). None: the model's context, at most 4,096.
         slots: sequences that are computed at a time.
         base: where the base of a run with adapters is now. None: where the run read it.
+        adapter: the model gets these adapters: a folder of PEFT, or a run with the group lora.
         overrides: texts as after `--set`, such as "data.tokenizer=FOLDER".
 
     Raises:
@@ -45,9 +47,17 @@ def load(
     environment.check_python()
     from mesh_transformer.runtime.api.opening import load_model
 
-    path, of_base = os.fspath(checkpoint), None if base is None else os.fspath(base)
     with _explained():
-        return load_model(path, mesh=mesh, dtype=dtype, context=context, slots=slots, base=of_base, overrides=overrides)
+        return load_model(
+            os.fspath(checkpoint),
+            mesh=mesh,
+            dtype=dtype,
+            context=context,
+            slots=slots,
+            base=None if base is None else os.fspath(base),
+            adapter=None if adapter is None else os.fspath(adapter),
+            overrides=overrides,
+        )
 
 
 def fit(

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from mesh_transformer import cpu_devices, hub, platforms
-from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.api.model import Model
 from mesh_transformer.runtime.serving.start import MAX_SLOTS
 from mesh_transformer.runtime.session.engine import open_engine
 from mesh_transformer.runtime.session.generation_defaults import generation_defaults
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
-from mesh_transformer.runtime.session.weights import config_of
+from mesh_transformer.runtime.session.weights import config_of, open_with
 
 # the largest default context; a cache of more is rarely used
 MOST_CONTEXT = 4096
@@ -29,13 +28,15 @@ def load_model(
     context: int | None,
     slots: int,
     base: str | None,
+    adapter: str | None,
     overrides: Sequence[str],
 ) -> Model:
     """See `entry.load`."""
     if isinstance(overrides, str):
         raise UserError(f"overrides {overrides!r}: give a list of texts, such as [{overrides!r}]")
     platforms.require_one_process()
-    opened = Checkpoint.open(hub.as_name(checkpoint) or checkpoint, base=base)
+    base, adapter = (path and (hub.as_name(path) or path) for path in (base, adapter))
+    opened = open_with(hub.as_name(checkpoint) or checkpoint, base, adapter)
     if opened.config is None:
         raise UserError(
             f"{opened.folder} does not record its config: convert it with `mesh-transformer reshard --ckpt "

@@ -32,7 +32,7 @@ from mesh_transformer.runtime.evaluation.tasks import DEFAULT_TASKS, Tasks, chec
 from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
-from mesh_transformer.runtime.session.weights import config_for, of_whole_model, read_params
+from mesh_transformer.runtime.session.weights import config_for, of_whole_model, open_with, read_params
 
 # samples for the standard errors that have no formula, such as that of a perplexity
 BOOTSTRAP = 1000
@@ -49,6 +49,7 @@ class EvalOptions:
 
     checkpoint: str | None = None
     base: str | None = None
+    adapter: str | None = None
     tasks: tuple[str, ...] = DEFAULT_TASKS
     include_path: str | None = None
     data_dir: str | None = None
@@ -81,7 +82,7 @@ def run(config_path: str | None, overrides: Sequence[str], options: EvalOptions)
         UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base, options.adapter)
     evaluation = evaluate(config, options, checkpoint)
     if jax.process_index() == 0:
         show(evaluation, options.output)
@@ -109,7 +110,7 @@ def evaluate(config: Config, options: EvalOptions, checkpoint: Checkpoint | None
     check_installed()
     from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
-    checkpoint = checkpoint or Checkpoint.open(options.checkpoint or config.checkpoint.root, base=options.base)
+    checkpoint = checkpoint or open_with(options.checkpoint or config.checkpoint.root, options.base, options.adapter)
     config = of_whole_model(config)
     platforms.CompileCache()
     platforms.start_devices()

@@ -91,6 +91,7 @@ class SampleOptions(SampleRequest):
     seed: int | None = None  # type: ignore[assignment]
     checkpoint: str | None = None
     base: str | None = None
+    adapter: str | None = None
     prompt: str | None = None
     prompt_tokens: str | None = None
     json: bool = False
@@ -299,7 +300,7 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base, options.adapter)
     prompts: list[str | list[int]] | None = None if options.prompt is None else [options.prompt]
     if options.prompt_tokens is not None:
         prompts = [parse_tokens(options.prompt_tokens)]

@@ -60,6 +60,7 @@ class ServeOptions:
 
     checkpoint: str | None = None
     base: str | None = None
+    adapter: str | None = None
     host: str = "127.0.0.1"
     port: int = 5000
     api_key_file: str | None = None
@@ -119,7 +120,7 @@ def run(
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
     raise_file_limit()
-    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base)
+    config, checkpoint = config_for(config_path, overrides, options.checkpoint, options.base, options.adapter)
     keys = ApiKeys.of_file(options.api_key_file) if options.api_key_file is not None else ApiKeys()
     # another engine needs no checkpoint
     defaults = {} if open_engine else generation_defaults(checkpoint, options.generation_config)

@@ -27,25 +27,40 @@ class LoadedWeights(NamedTuple):
 
 
 def config_for(
-    path: str | None, overrides: Sequence[str], checkpoint: str | None, base: str | None = None
+    path: str | None,
+    overrides: Sequence[str],
+    checkpoint: str | None,
+    base: str | None = None,
+    adapter: str | None = None,
 ) -> tuple[Config, Checkpoint]:
     """The config of a command, see `config_of`, and the checkpoint that it reads: the one at `checkpoint`, else the run
-    of the config. `base` is where the base of its adapters is now.
+    of the config. `base` is where the base of its adapters is now. It gets the adapters at `adapter`.
 
     Raises:
         UserError: as in `config_of`, or neither `path` nor `checkpoint` is given.
     """
     if checkpoint:
-        opened = Checkpoint.open(checkpoint, base=base)
+        opened = open_with(checkpoint, base, adapter)
         return config_of(path, overrides, opened), opened
+    if path is None and adapter:
+        raise UserError(
+            f"--adapter {adapter} needs its base: give it with --ckpt BASE; --ckpt {adapter} alone takes the base that "
+            "the adapters name"
+        )
     if path is None:
         raise UserError(
             "no model is given: use --config FILE, or --ckpt DIR with a checkpoint that records its config, or both"
         )
     # the config may ask the run for its model: it is the same look
-    run = functools.cache(functools.partial(Checkpoint.open, base=base))
+    run = functools.cache(lambda root: open_with(root, base, adapter))
     config = load_config(path, overrides, lambda settings: recorded_model_of(run(settings.root)))
     return of_whole_model(config), run(config.checkpoint.root)
+
+
+def open_with(checkpoint: str, base: str | None, adapter: str | None) -> Checkpoint:
+    """The checkpoint at a path, with the adapters at `adapter` if that is given."""
+    opened = Checkpoint.open(checkpoint, base=base)
+    return opened if adapter is None else Checkpoint.open(adapter, base=opened)
 
 
 def config_of(path: str | None, overrides: Sequence[str], checkpoint: Checkpoint) -> Config:
@@ -127,7 +142,7 @@ def open_checkpoint(session: Session, checkpoint: Checkpoint) -> TensorSource:
     `read_params`."""
     if jax.process_count() > 1:
         # processes start at different times, and a run may save in between
-        checkpoint = Checkpoint.open(checkpoint.path, base=checkpoint.base)
+        checkpoint = checkpoint.reopened()
     source = fail_together(lambda: checkpoint.source(session.config.model))
     fail_together(lambda: source.counts)
     return source

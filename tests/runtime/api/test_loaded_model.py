@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import hf_models, loopback
+from support import hf_models, loopback, peft_folders
 from support.chat_templates import chat_folder
 from support.commands import write_run
 from support.evaluated import HarnessRequest
@@ -18,6 +18,7 @@ import mesh_transformer
 from mesh_transformer import Completion, Model
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.convert import to_hf
 from mesh_transformer.runtime.sampling.sampler import SampleRequest, sample_prompts
 from mesh_transformer.runtime.session.weights import config_of
 
@@ -197,6 +198,18 @@ def test_save_writes_what_load_reads(model: Model, tmp_path: Path) -> None:
             assert copied.generate("A day", **GREEDY).tokens == expected
     with pytest.raises(UserError, match="exists"):
         model.save(tmp_path / "hf")
+
+
+def test_a_model_with_adapters_gives_the_tokens_of_the_merged_one(model_folder: Path, tmp_path: Path) -> None:
+    peft_folders.write_adapters(model_folder, tmp_path / "adapter")
+    to_hf(None, [], str(model_folder), str(tmp_path / "merged"), adapter=str(tmp_path / "adapter"), merge=True)
+    ways = {"given": (model_folder, tmp_path / "adapter"), "alone": (tmp_path / "adapter", None)}
+    tokens = {}
+    for way, (checkpoint, adapter) in {**ways, "merged": (tmp_path / "merged", None)}.items():
+        with mesh_transformer.load(checkpoint, adapter=adapter, slots=1, context=64) as loaded:
+            tokens[way] = loaded.generate([5, 6, 7], **GREEDY).tokens
+    assert tokens["given"] == tokens["alone"] == tokens["merged"]
+    assert len(tokens["given"]) == 12
 
 
 def test_threads_and_a_running_asyncio_loop(model: Model) -> None:
