@@ -169,7 +169,7 @@ def test_the_unit_of_a_run_fits_its_command() -> None:
     assert words[0].endswith("/mesh-transformer")
     with mock.patch.object(cli, "starting"), mock.patch.object(trainer, "run", return_value=0) as run:
         commands.run(words[1], words[2:])
-    assert run.call_args.args == ("%i.json", [], None, False)
+    assert run.call_args.args == ("%i.json", [], None, False, None)
     # SIGTERM, after the save
     assert int(service["SuccessExitStatus"]) == 128 + signal.SIGTERM
 

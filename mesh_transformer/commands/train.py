@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plan_mesh is not None:
         from mesh_transformer.runtime.training import mesh_plan
 
-        return mesh_plan.run(options.config_path, options.overrides, options.tune_model_path, options.plan_mesh)
+        return mesh_plan.run(
+            options.config_path, options.overrides, options.tune_model_path, options.plan_mesh, options.adapter
+        )
     from mesh_transformer.runtime.training import trainer
 
-    return trainer.run(options.config_path, options.overrides, options.tune_model_path, options.fresh_opt)
+    return trainer.run(
+        options.config_path, options.overrides, options.tune_model_path, options.fresh_opt, options.adapter
+    )

@@ -245,8 +245,14 @@ CASES = {
         "checkpoint/identity.py check_lora",
         "train --config config.json --set checkpoint.model_dir=adapted --set lora.rank=4", prepare=adapted_run,
     ),
-    "adapters to a folder": Case(
-        "runtime/convert.py to_hf", "to-hf --input-ckpt adapted --output-path out", prepare=adapted_run
+    "adapters of more matrices": Case(
+        "runtime/training/start_adapters.py _Resized",
+        f"{TRAIN}{{n}} --tune-model-path run --adapter adapted --set lora.rank=4 --set 'lora.targets=[\"q\"]'",
+        prepare=adapted_run,
+    ),
+    "adapters of a larger rank": Case(
+        "runtime/training/start_adapters.py _Resized",
+        f"{TRAIN}{{n}} --tune-model-path run --adapter adapted --set lora.rank=1", prepare=adapted_run,
     ),
     "values too large for float16": Case(
         "checkpoint/hf/writer.py _cast", "to-hf --input-ckpt large --output-path out --dtype fp16", prepare=large_values

@@ -100,9 +100,21 @@ def test_a_moved_base_is_named(tuned: Path, tmp_path: Path) -> None:
     assert "Traceback" not in error
 
 
-def test_an_export_without_merge_is_refused(tuned: Path, base: Path, tmp_path: Path) -> None:
-    _, errors = run("to_hf_weights.py", "--input-ckpt", str(tuned / "run"), "--output-path", "hf", cwd=tmp_path, code=2)
-    assert "holds adapters: --merge writes the whole model" in errors
+@pytest.fixture(scope="module")
+def peft(tuned: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapters of the run in a folder of PEFT."""
+    folder = tmp_path_factory.mktemp("peft")
+    run("to_hf_weights.py", "--input-ckpt", str(tuned / "run"), "--output-path", "adapter", cwd=folder)
+    return folder / "adapter"
+
+
+def test_the_adapters_alone_are_a_folder_of_peft(peft: Path, base: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in peft.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads((peft / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(base / "step_12"))
+    run("to_hf_weights.py", "--input-ckpt", str(base), "--adapter", str(peft), "--output-path", "again", cwd=tmp_path)
+    again = tmp_path / "again/adapter_model.safetensors"
+    assert again.read_bytes() == (peft / "adapter_model.safetensors").read_bytes()
     _, errors = run(
         "to_hf_weights.py", "--input-ckpt", str(base), "--output-path", "hf", "--merge", cwd=tmp_path, code=2
     )
@@ -110,11 +122,55 @@ def test_an_export_without_merge_is_refused(tuned: Path, base: Path, tmp_path: P
     assert not (tmp_path / "hf").exists()
 
 
+def test_adapters_are_given_to_their_base(tuned: Path, peft: Path, base: Path, tmp_path: Path) -> None:
+    expected = greedy("--ckpt", str(tuned / "run"), cwd=tmp_path)
+    assert greedy("--ckpt", str(base), "--adapter", str(peft), cwd=tmp_path) == expected
+    assert greedy("--ckpt", str(base), "--adapter", str(tuned / "run"), cwd=tmp_path) == expected
+    # the base that it names
+    assert greedy("--ckpt", str(peft), cwd=tmp_path) == expected
+    assert greedy("--ckpt", str(base), cwd=tmp_path) != expected
+    error = greedy("--adapter", str(peft), cwd=tmp_path, code=2)
+    assert "needs its base: give it with --ckpt BASE" in error
+    error = greedy("--ckpt", str(peft), "--adapter", str(base), cwd=tmp_path, code=2)
+    assert "is a whole model, not adapters of" in error
+
+
+def test_a_run_begins_as_other_adapters(tuned: Path, peft: Path, base: Path, tmp_path: Path) -> None:
+    """With the group lora of these, or with a larger rank; from a folder of PEFT or from a run."""
+    last = [record["val/loss_held"] for record in metrics(tuned / "run") if "val/loss_held" in record][-1]
+    for number, (adapter, lora) in enumerate([(peft, {}), (tuned / "run", {"rank": 6, "alpha": 3})]):
+        folder = tmp_path / str(number)
+        write_run(folder, optimizer={**RATE, "total_steps": 2}, lora=lora)
+        run("train.py", "--config", "config.json", "--tune-model-path", str(base), "--adapter", str(adapter),
+            cwd=folder)  # fmt: skip
+        first = next(record["val/loss_held"] for record in metrics(folder / "run") if "val/loss_held" in record)
+        assert first == pytest.approx(last, rel=1e-5)
+        recorded = NativeSource(str(folder / "run/step_2")).extra["config"]["lora"]
+        assert (recorded["rank"], recorded["alpha"]) == ((4, 8) if not lora else (6, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--set", "lora.rank=2"], "has rank 4 at .*lora.rank=4 or more"),
+        (["--set", "lora.rank=4", "--set", 'lora.targets=["q"]'], "which lora.targets leaves out"),
+    ],
+)
+def test_a_run_that_cannot_begin_so(peft: Path, base: Path, tmp_path: Path, options: list[str], words: str) -> None:
+    write_run(tmp_path)
+    _, errors = run("train.py", "--config", "config.json", "--tune-model-path", str(base), "--adapter", str(peft),
+                    *options, cwd=tmp_path, code=2)  # fmt: skip
+    assert re.search(words, errors)
+    assert "Traceback" not in errors
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
 def test_a_resumed_run_is_as_one_without_a_stop(tuned: Path, base: Path, tmp_path: Path) -> None:
-    """Bit for bit on the same mesh, and within rounding on another."""
-    for name, mesh, devices in (("same", {"tp": 2}, 2), ("other", {"fsdp": 2}, 2)):
+    """Bit for bit on the same mesh, and within rounding on another, where the targets are named one by one."""
+    named = {**LORA, "targets": ["q", "v", "k_proj", "attention/o", "ff/in", "out"]}
+    for name, mesh, devices, lora in (("same", {"tp": 2}, 2, LORA), ("other", {"fsdp": 2}, 2, named)):
         folder = tmp_path / name
-        write_run(folder, optimizer=RATE, lora=LORA, mesh=mesh)
+        write_run(folder, optimizer=RATE, lora=lora, mesh=mesh)
         (folder / "run").mkdir()
         shutil.copytree(tuned / "run/step_5", folder / "run/step_5")
         run("train.py", "--config", "config.json", cwd=folder, devices=devices)

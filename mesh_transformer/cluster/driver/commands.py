@@ -38,9 +38,10 @@ def train(given: argparse.Namespace) -> int:
     target = ComputeTarget.of(given)
     # each host looks the name up, perhaps again after a failure: all must find the same commit
     tuned = None if given.tune_model_path is None else hub.pinned(given.tune_model_path)
-    source = {"tune_model_path": tuned, "fresh_opt": given.fresh_opt}
+    adapter = None if given.adapter is None else hub.pinned(given.adapter)
+    source = {"tune_model_path": tuned, "fresh_opt": given.fresh_opt, "adapter": adapter}
     logs.set_up()
-    found = training_config(given.config_path, given.overrides, tuned, new=given.new)
+    found = training_config(given.config_path, given.overrides, tuned, adapter, new=given.new)
     config = as_version(found, given.version)
     if target.tpu is not None and not given.no_preflight:
         check_fit(config, target.size(config))
@@ -67,9 +68,10 @@ def evaluate(config_path: str | None, overrides: Sequence[str], target: ComputeT
     from mesh_transformer.runtime.session.weights import config_for
 
     logs.set_up()
-    config, _ = config_for(config_path, overrides, options.checkpoint, options.base)
+    config, _ = config_for(config_path, overrides, options.checkpoint, options.base, options.adapter)
     places = {
-        name: None if (path := getattr(options, name)) is None else hub.pinned(path) for name in ("checkpoint", "base")
+        name: None if (path := getattr(options, name)) is None else hub.pinned(path)
+        for name in ("checkpoint", "base", "adapter")
     }
     arguments = {
         **dataclasses.asdict(options),

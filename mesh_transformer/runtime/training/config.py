@@ -7,12 +7,17 @@ from mesh_transformer.config import CheckpointConfig, Config, load_config, parse
 
 
 def training_config(
-    given: str | Mapping[str, Any], overrides: Sequence[str], tune_model_path: str | None, *, new: bool = False
+    given: str | Mapping[str, Any],
+    overrides: Sequence[str],
+    tune_model_path: str | None,
+    adapter: str | None = None,
+    *,
+    new: bool = False,
 ) -> Config:
     """The config in the file `given`, or with these values, with the `overrides`.
 
     If it has no group `model`, the model is that of the newest checkpoint of the run, or else of the checkpoint
-    at `tune_model_path`.
+    at `tune_model_path`. Without lora.rank, the group lora is that of the adapters at `adapter`.
 
     Args:
         new: the run starts anew, whatever checkpoints it has.
@@ -30,6 +35,14 @@ def training_config(
         checkpoint = tuned if new else start_checkpoint(settings.root, tuned)
         return None if checkpoint is None else recorded_model_of(checkpoint)
 
-    if isinstance(given, str):
-        return load_config(given, overrides, find_model)
-    return parse_config(dict(given), overrides, find_model)
+    def load(overrides: Sequence[str]) -> Config:
+        if isinstance(given, str):
+            return load_config(given, overrides, find_model)
+        return parse_config(dict(given), overrides, find_model)
+
+    config = load(overrides)
+    if adapter is None or config.lora.rank is not None:
+        return config
+    from mesh_transformer.runtime.training.start_adapters import settings_of
+
+    return load([*overrides, *settings_of(adapter, config.model)])

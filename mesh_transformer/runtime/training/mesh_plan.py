@@ -58,7 +58,8 @@ class MeshPlan:
         shape: the size of each mesh axis.
         sizes: the size of each named dimension, for one microbatch.
         held: the parts of each device, of split and of replicated dimensions.
-        parameter_bytes, state_bytes: float32 parameters and optimizer state of one device, which are equal for all.
+        parameter_bytes, frozen_bytes, state_bytes: float32 parameters that are trained, frozen ones and optimizer state
+            of one device, which are equal for all.
         slices: the TPU slice of each device, by its id.
     """
 
@@ -66,6 +67,7 @@ class MeshPlan:
     sizes: dict[str, int]
     held: list[Holding]
     parameter_bytes: int
+    frozen_bytes: int
     state_bytes: int
     slices: dict[int, int]
 
@@ -95,8 +97,8 @@ class MeshPlan:
             _count_whole(sizes, held, starts(decoder.layer_groups)[pipelined], len(decoder.layers))
         state = program.abstract_state
         slices = {device.id: number for number, members in enumerate(platforms.by_slice(devices)) for device in members}
-        parameters = bytes_per_device(state.params) + bytes_per_device(state.frozen)
-        return cls(shape, sizes, held, parameters, bytes_per_device(state.opt_state), slices)
+        parameters, frozen = bytes_per_device(state.params), bytes_per_device(state.frozen)
+        return cls(shape, sizes, held, parameters, frozen, bytes_per_device(state.opt_state), slices)
 
     @functools.cached_property
     def hosts(self) -> dict[int, list[Holding]]:
@@ -174,7 +176,13 @@ def _count_whole(sizes: dict[str, int], held: list[Holding], first: int, layers:
         sizes[name] = layers
 
 
-def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, slice_name: str = "") -> int:
+def run(
+    config_path: str,
+    overrides: Sequence[str],
+    tune_model_path: str | None,
+    slice_name: str = "",
+    adapter: str | None = None,
+) -> int:
     """Run device_train.py --plan-mesh. Returns 0.
 
     Args:
@@ -187,7 +195,7 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     if slice_name:
         # the devices of this machine stay free
         jax.config.update("jax_platforms", "cpu")
-    config = training_config(config_path, overrides, tune_model_path)
+    config = training_config(config_path, overrides, tune_model_path, adapter)
     if not slice_name:
         platforms.start_devices()
     plan = MeshPlan.of(config, slice_devices(slice_name) if slice_name else jax.devices())
@@ -207,6 +215,7 @@ def lines(plan: MeshPlan) -> list[str]:
     kind = plan.held[0].device.device_kind
     across = [axis for axis in plan.axes if plan.crosses_hosts(axis)]
     inside = [axis for axis in plan.axes if axis not in across]
+    frozen = f"{_size(plan.frozen_bytes)} of frozen parameters, " if plan.frozen_bytes else ""
     slices, between = "", ""
     if plan.several_slices:
         slices = f", {len(set(plan.slices.values()))} slices"
@@ -214,8 +223,8 @@ def lines(plan: MeshPlan) -> list[str]:
     header = [
         f"{named(plan.shape)}: {len(plan.held)} x {kind}{slices}, {plural(len(plan.hosts), 'host')}",
         f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}{between}.",
-        f"Each device: {_size(plan.parameter_bytes)} of parameters (float32), {_size(plan.state_bytes)} of optimizer "
-        "state.",
+        f"Each device: {_size(plan.parameter_bytes)} of parameters (float32), {frozen}{_size(plan.state_bytes)} of "
+        "optimizer state.",
         *_explained(plan),
         *(["A line is a host: it says what its devices hold together."] if len(plan.held) > MANY else []),
         "",

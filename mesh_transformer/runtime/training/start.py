@@ -28,6 +28,7 @@ from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.runtime.training.provenance import KEY, Provenance
+from mesh_transformer.runtime.training.start_adapters import begin_as
 from mesh_transformer.runtime.training.tokenizers import warn_of_other_tokens
 from mesh_transformer.spec import Lora
 from mesh_transformer.train.optimizer import OptState
@@ -39,10 +40,11 @@ VALIDATION_DUE = "validation_due"
 
 @dataclasses.dataclass(frozen=True)
 class TuningSource:
-    """The options --tune-model-path and --fresh-opt of a fine-tuning run."""
+    """The options --tune-model-path, --fresh-opt and --adapter of a fine-tuning run."""
 
     tune_model_path: str | None = None
     fresh_opt: bool = False
+    adapter: str | None = None
 
 
 class Counters(NamedTuple):
@@ -123,7 +125,7 @@ def resume_or_start(
     if source.tune_model_path:
         _note_z_loss(session)
         if rank:
-            return _adapted(session, program, source.tune_model_path)._replace(counters=counters)
+            return _adapted(session, program, source.tune_model_path, source.adapter)._replace(counters=counters)
         state, origin = _tuned(session, program, source.tune_model_path, source.fresh_opt)
         return StartPoint(state, 0, counters, None, origin, validates=True)
     if rank:
@@ -237,8 +239,9 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
     return program.begin(params, program.fresh_optimizer(params), {}), origin
 
 
-def _adapted(session: Session, program: TrainProgram, path: str) -> StartPoint:
-    """The start of a run that trains adapters of the checkpoint at `path`: new adapters, and its frozen parameters."""
+def _adapted(session: Session, program: TrainProgram, path: str, adapter: str | None) -> StartPoint:
+    """The start of a run that trains adapters of the checkpoint at `path`: its frozen parameters, and new adapters or
+    those at `adapter`."""
     checkpoint = Checkpoint.open(path)
     source = open_checkpoint(session, checkpoint)
     if jax.process_index() == 0:
@@ -252,6 +255,8 @@ def _adapted(session: Session, program: TrainProgram, path: str) -> StartPoint:
     adapters = tuple(adapter for form in forms if isinstance(form, Lora) for adapter in form.adapters)
     place = fail_together(lambda: _place(checkpoint))
     params = program.fresh_params(jax.random.key(session.config.model.seed))
+    if adapter is not None:
+        params = begin_as(params, adapter, session.config.model, adapters)
     state = program.begin(params, program.fresh_optimizer(params), frozen)
     record = LoraRecord(place, digest, adapters)
     return StartPoint(state, 0, Counters(), None, origin, validates=True, lora=record)

@@ -44,7 +44,13 @@ from mesh_transformer.train.step import TrainProgram, TrainState, stored
 PLOT_EVERY_S = 30.0
 
 
-def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, fresh_opt: bool) -> int:
+def run(
+    config_path: str,
+    overrides: Sequence[str],
+    tune_model_path: str | None,
+    fresh_opt: bool,
+    adapter: str | None = None,
+) -> int:
     """Run device_train.py. Returns the exit code of the process.
 
     Raises:
@@ -52,8 +58,8 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
         RunError: the loss or a gradient is not finite.
     """
     logs.set_up()
-    config = training_config(config_path, overrides, tune_model_path)
-    result = train(config, start.TuningSource(tune_model_path, fresh_opt))
+    config = training_config(config_path, overrides, tune_model_path, adapter)
+    result = train(config, start.TuningSource(tune_model_path, fresh_opt, adapter))
     if jax.process_index() == 0:
         log.info("%s", result.summary())
     return result.code

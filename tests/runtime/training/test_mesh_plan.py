@@ -144,7 +144,7 @@ def _on_a_pod(hosts: int) -> MeshPlan:
         for index in range(4)
     ]
     return MeshPlan(
-        {"fsdp": hosts, "tp": 4}, dict.fromkeys(parts, 4), held, 1 << 20, 3 << 30, dict.fromkeys(range(4 * hosts), 0)
+        {"fsdp": hosts, "tp": 4}, dict.fromkeys(parts, 4), held, 1 << 20, 0, 3 << 30, dict.fromkeys(range(4 * hosts), 0)
     )
 
 
