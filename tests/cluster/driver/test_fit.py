@@ -25,6 +25,7 @@ def arguments(tmp_path, **changes):
         "overrides": ["mesh.tp=8"],
         "tune_model_path": None,
         "fresh_opt": False,
+        "adapter": None,
         "new": False,
         "yes": False,
         "version": 1,
