@@ -159,8 +159,7 @@ def adapter_folder(path: str) -> str:
     folder = _description(path)
     repository = parse(path)._replace(revision=os.path.basename(folder))
     log.info("%s: commit %s, in %s", path, repository.revision, folder)
-    # the pickled file is refused by its reader
-    return _download(path, repository, (ADAPTER_CONFIG, *_ADAPTER))
+    return _download(path, repository, (ADAPTER_CONFIG, _ADAPTER[0]))
 
 
 def description_folder(name: str) -> str:
@@ -206,6 +205,24 @@ def check_push(path: str) -> None:
         raise UserError(f"{path}: an upload goes to the main branch: give ORG/NAME without a revision")
     with _explained(path), liveness.service_call():
         huggingface_hub.HfApi().whoami()
+
+
+def check_kind(path: str, *, adapters: bool) -> None:
+    """Check that the repository `path`, if it exists, holds no adapters where a whole model is uploaded, and the
+    reverse: readers would take one for the other.
+
+    Raises:
+        UserError: it does, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    api, name = huggingface_hub.HfApi(), parse(path).name
+    with _explained(path), liveness.service_call():
+        names = api.list_repo_files(name) if api.repo_exists(name) else []
+    if ADAPTER_CONFIG in names and not adapters:
+        raise UserError(f"{path} holds adapters, which readers would add to their base: give another repository")
+    if adapters and any(name.endswith((".safetensors", ".bin")) and name not in _ADAPTER for name in names):
+        raise UserError(f"{path} holds a whole model: give the adapters a repository of their own")
 
 
 def push(folder: str, path: str) -> str:

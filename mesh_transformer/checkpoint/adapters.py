@@ -163,8 +163,8 @@ class AdaptedSource(CheckedSource):
 
     @property
     def counts(self) -> UpdateCounts:
-        """See `TensorSource`."""
-        return UpdateCounts(self._adapters.counts.step)
+        """See `TensorSource`: the step of the run of the adapters, else of the base."""
+        return UpdateCounts(self._adapters.counts.step or self.base.counts.step)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -209,12 +209,7 @@ class AdaptedSource(CheckedSource):
         self._warn_of_other_base()
 
     def _warn_of_other_base(self) -> None:
-        if None not in (self.base.hash, self._record.hash) and self.base.hash != self._record.hash:
-            log.warning(
-                "%s was trained on a base of hash %s, and %s has %s: it is another model, or the same one in other "
-                "numbers, such as after a rounding",
-                *(self.where, self._record.hash, self.base.where, self.base.hash),
-            )
+        warn_of_other_base(self.where, self._record, self.base)
 
     def _adapted(self, name: str, index: Index, part: np.ndarray) -> np.ndarray:
         factors = self._factors.get(name)
@@ -236,8 +231,29 @@ class AdaptedSource(CheckedSource):
     def _array(self, name: str) -> np.ndarray:
         if name not in self._read:
             shape = self._adapters.tensors[name].shape
-            self._read[name] = self._adapters.read(name, (slice(None),) * len(shape)).astype(np.float32)
+            values = self._adapters.read(name, (slice(None),) * len(shape))
+            self._read[name] = values.astype(np.float32, copy=False)
         return self._read[name]
+
+
+def check_adapters(source: TensorSource, record: LoraRecord, model: ModelConfig) -> None:
+    """Check that adapters are of a model.
+
+    Raises:
+        DamagedCheckpoint: they are not.
+    """
+    for _ in _factors(model.decoder(), record.adapters, source):
+        pass
+
+
+def warn_of_other_base(where: str, record: LoraRecord, base: BaseSource) -> None:
+    """Warn of adapters at `where` that were trained on another base, if both hashes are known."""
+    if None not in (base.hash, record.hash) and base.hash != record.hash:
+        log.warning(
+            "%s was trained on a base of hash %s, and %s has %s: it is another model, or the same one in other "
+            "numbers, such as after a rounding",
+            *(where, record.hash, base.where, base.hash),
+        )
 
 
 def _factors(decoder: Decoder, adapters: Sequence[Adapter], source: TensorSource) -> Iterator[tuple[str, _Factors]]:
@@ -246,10 +262,7 @@ def _factors(decoder: Decoder, adapters: Sequence[Adapter], source: TensorSource
     Raises:
         DamagedCheckpoint: the adapters are not of this model, or a tensor has another shape.
     """
-    matrices: dict[str, Array] = {}
-    for kind in decoder.kinds:
-        # adapters of others have routers too
-        matrices |= {p: array for p, array in decoder.matrices(kind).items() if len(array.shape) == len(array.dims)}
+    matrices = decoder.matrices_by_path
     with_a = {adapter.path for adapter in adapters if adapter.a_of in ("", adapter.path)}
     for adapter in adapters:
         owner = adapter.a_of or adapter.path

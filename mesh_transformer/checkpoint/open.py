@@ -1,11 +1,14 @@
 """A checkpoint by its path. The table `FORMATS` recognizes it by the contents of its folder."""
 
+import contextlib
 import functools
+import os
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 from mesh_transformer import files, hub
-from mesh_transformer.checkpoint.adapters import AdaptedSource, BaseSource
+from mesh_transformer.checkpoint.adapters import AdaptedSource, BaseSource, check_adapters
 from mesh_transformer.checkpoint.classic.folder import step_numbers
 from mesh_transformer.checkpoint.classic.format import ClassicStep
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
@@ -86,7 +89,12 @@ class Checkpoint:
     @functools.cached_property
     def _stored(self) -> StoredCheckpoint:
         for format in FORMATS:
-            if (checkpoint := format.find(self._given)) is not None:
+            try:
+                checkpoint = format.find(self._given)
+            # such as a folder that this account may not read
+            except OSError as error:
+                raise UserError(f"{self.path} cannot be read: {error}") from error
+            if checkpoint is not None:
                 if format not in (HFFolder, HubModel) and (weights := weights_of(self._given)):
                     log.warning(
                         "%s holds a Hugging Face model too (%s): its %s checkpoint is read; move one of them to a "
@@ -100,6 +108,11 @@ class Checkpoint:
     def has_base(self) -> bool:
         """Whether it holds adapters of a base."""
         return self._stored.has_base
+
+    @property
+    def base_is_given(self) -> bool:
+        """Whether the base of its adapters was given, and is not the one that they name."""
+        return self._given_base is not None
 
     @functools.cached_property
     def base(self) -> Self:
@@ -117,8 +130,24 @@ class Checkpoint:
         for _ in range(_MOST_BASES + 1):
             if not checkpoint._stored.DESCRIBED_BY_BASE:
                 return checkpoint
+            with checkpoint._explain_base():
+                _ = checkpoint.base._stored
             checkpoint = checkpoint.base
         raise self._too_deep()
+
+    @property
+    def place(self) -> str:
+        """A path by which another process finds this checkpoint: of a run the step; a name on the hub with its commit;
+        a local path from the root."""
+        if hub.is_name(self.path):
+            return hub.pinned(self.path)
+        path = self.folder if os.path.isdir(self.path) or files.is_remote(self.path) else self.path
+        return path if files.is_remote(path) else os.path.abspath(path)
+
+    def recorded_group(self, name: str) -> dict[str, Any]:
+        """A group of the config that it records, such as "lora", as JSON that anybody may have written; empty: none."""
+        group = self._stored.recorded.get(name) if isinstance(self._stored.recorded, dict) else None
+        return group if isinstance(group, dict) else {}
 
     @property
     def format(self) -> str:
@@ -144,6 +173,8 @@ class Checkpoint:
         recorded = self._describing._stored.recorded
         data = recorded.get("data") if isinstance(recorded, dict) else None
         tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+        if self.adapters_tokenizer is not None:
+            tokenizer = None
         return {
             "model": self.model.model_dump(mode="json"),
             "data": {"tokenizer": tokenizer if isinstance(tokenizer, str) else None},
@@ -157,10 +188,10 @@ class Checkpoint:
         If the Hugging Face folder has no tokenizer, the result still names the folder, so that `load_tokenizer` says
         what is missing: GPT-2's tokenizer would be wrong.
         """
+        if self.adapters_tokenizer is not None:
+            return CheckpointTokenizer(self.adapters_tokenizer)
         if self._stored.DESCRIBED_BY_BASE:
-            # that of the base itself would be asked without end if it is its own base
-            base = self._describing
-            return CheckpointTokenizer(self.folder) if _has_tokenizer(self._stored.folder) else base.tokenizer
+            return self._describing.tokenizer
         if self.config is not None and self.config["data"]["tokenizer"] is not None:
             return CheckpointTokenizer(self.config["data"]["tokenizer"])
         if self._stored.tokenizer is not None:
@@ -172,6 +203,11 @@ class Checkpoint:
         if _has_tokenizer(run):
             return CheckpointTokenizer(run.path)
         return CheckpointTokenizer(None if origin is None else origin.path, kept=True)
+
+    @property
+    def adapters_tokenizer(self) -> str | None:
+        """The folder of adapters that has a tokenizer in place of its base's, such as one with a chat template."""
+        return self.folder if self._stored.DESCRIBED_BY_BASE and _has_tokenizer(self._stored.folder) else None
 
     @functools.cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -202,7 +238,9 @@ class Checkpoint:
         Raises:
             UserError: as above, or it holds a whole model.
         """
-        return self._stored.adapters(model)
+        source, record = self._stored.adapters(model)
+        check_adapters(source, record, model)
+        return source, record
 
     def _source(self, model: ModelConfig, bases: int) -> TensorSource:
         if not self.has_base:
@@ -220,12 +258,17 @@ class Checkpoint:
         )
 
     def _base_source(self, model: ModelConfig, bases: int) -> BaseSource:
-        try:
+        with self._explain_base():
             return BaseSource(self.base._source(model, bases), model)
+
+    @contextlib.contextmanager
+    def _explain_base(self) -> Iterator[None]:
+        """Say in an error that it is of the base."""
+        try:
+            yield
         except UserError as error:
-            raise UserError(
-                f"the base of {self.folder}, {self.base}, cannot be opened: {error}; {BASE_ADVICE}"
-            ) from error
+            advice = "" if self.base_is_given else f"; {BASE_ADVICE}"
+            raise UserError(f"the base of {self.folder}, {self.base}, cannot be opened: {error}{advice}") from error
 
     def origin(self, source: TensorSource) -> Origin | None:
         """The Hugging Face folder that it came from, or is; None: none.

@@ -92,12 +92,8 @@ def with_adapters(decoder: Decoder, lora: LoraConfig, model: ModelConfig) -> Dec
 
 def _matrices(decoder: Decoder) -> Arrays:
     """The matrices that may have adapters, by path without the name of the array, such as `attention/q`."""
-    return {
-        path.removesuffix("/w"): array
-        for kind in decoder.kinds
-        for path, array in decoder.matrices(kind).items()
-        if array.role != "other"
-    }
+    matrices = decoder.matrices_by_path
+    return {path.removesuffix("/w"): array for path, array in matrices.items() if array.role != "other"}
 
 
 def _stored(path: str) -> str:

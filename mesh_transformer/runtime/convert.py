@@ -18,7 +18,7 @@ from mesh_transformer.checkpoint.gguf.format import GgufFile
 from mesh_transformer.checkpoint.hf.format import HFFolder, HubModel, weights_of
 from mesh_transformer.checkpoint.hf.source import uniform_dtype, weight_files
 from mesh_transformer.checkpoint.hf.writer import n_bytes, write_hf
-from mesh_transformer.checkpoint.identity import with_model
+from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
 from mesh_transformer.checkpoint.native.format import NativeStep
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Checkpoint, check_only_step, split_step, step_of
@@ -75,6 +75,8 @@ def to_hf(
     config, opened = config_for(config_path, overrides, checkpoint, base, adapter)
     if merge and not opened.has_base:
         raise UserError(f"--merge adds adapters to their base, and {opened.folder} is a whole model: omit the option")
+    if push is not None:
+        hub.check_kind(push, adapters=opened.has_base and not merge)
     if opened.has_base and not merge:
         write_peft_folder(config, opened, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
     else:
@@ -99,7 +101,7 @@ def write_hf_folder(
     check_free(output, overwrite=overwrite, replaceable=weight_files)
     logs.log.info("reading %s", opened)
     source = opened.source(model)
-    origin = opened.origin(source)
+    origin, tokenizer = opened.origin(source), tokenizer or opened.adapters_tokenizer
     output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(opened.format, source, origin)
     if tokenizer is None and (origin is None or not origin.files.keys() & set(hub.TOKENIZER_FILES)):
         tokenizer = _own_tokenizer(config.data.tokenizer or opened.tokenizer.spec, model)
@@ -134,13 +136,18 @@ def write_peft_folder(
     check_free(output, overwrite=overwrite, replaceable=_is_peft)
     logs.log.info("reading %s", opened)
     source, record = opened.adapters(config.model)
+    # the base that a run recorded may be gone
+    if opened.base_is_given or opened.format != NATIVE:
+        if opened.base.model is not None:
+            check_same_architecture(config.model, opened.base.model, where=opened.base.path)
+        record = record._replace(base=opened.base.place)
     with (
         explain_damage(source),
         new_folder(output, overwrite=overwrite, source=source.where, replaceable=_is_peft) as folder,
     ):
         write_peft(
             source,
-            record._replace(base=opened.base.path),
+            record,
             config.model,
             folder,
             dtype=np.dtype(DTYPES[dtype or "fp32"]),
@@ -344,9 +351,10 @@ def slim(
             f"{command('from-hf')} --format classic"
         )
     config, opened = config_for(config_path, overrides, checkpoint, base, adapter)
-    root, named = split_step(opened.path)
+    path = checkpoint or config.checkpoint.root
+    root, named = split_step(path)
     if None not in (named, step):
-        raise UserError(f"{opened} and --ckpt-step {step} both name a step: give only one of them")
+        raise UserError(f"{path} and --ckpt-step {step} both name a step: give only one of them")
     logs.log.info("reading %s", opened)
     if step is not None:
         opened = open_with(step_of(root, step).path, base, adapter)
@@ -415,7 +423,7 @@ def reshard(
             format=format,
             shards=shards,
             origin=opened.origin(source),
-            tokenizer=config.data.tokenizer,
+            tokenizer=config.data.tokenizer or opened.adapters_tokenizer,
             overwrite=overwrite,
         )
         opened = Checkpoint.open(step)

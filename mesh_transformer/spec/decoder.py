@@ -178,6 +178,16 @@ class Decoder:
         """`layer_arrays` as the modules of a layer read them, whatever the forms of the matrices."""
         return _arrays(kind, self.d_model, self.output_stddev)
 
+    @functools.cached_property
+    def matrices_by_path(self) -> Arrays:
+        """The matrices of all kinds of layers as their modules read them, by path such as `attention/q/w`."""
+        return {
+            path: array
+            for kind in self.kinds
+            for path, array in self.matrices(kind).items()
+            if len(array.shape) == len(array.dims)
+        }
+
     @property
     def output_stddev(self) -> float:
         """The standard deviation of a fresh model's matrices whose products the layers add to the residual stream."""

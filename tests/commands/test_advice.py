@@ -255,7 +255,7 @@ CASES = {
         f"{TRAIN}{{n}} --tune-model-path run --adapter adapted --set lora.rank=1", prepare=adapted_run,
     ),
     "values too large for float16": Case(
-        "checkpoint/hf/writer.py _cast", "to-hf --input-ckpt large --output-path out --dtype fp16", prepare=large_values
+        "checkpoint/hf/writer.py cast", "to-hf --input-ckpt large --output-path out --dtype fp16", prepare=large_values
     ),
 }  # fmt: skip
 

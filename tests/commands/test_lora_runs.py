@@ -96,7 +96,7 @@ def test_a_moved_base_is_named(tuned: Path, tmp_path: Path) -> None:
     assert greedy("--ckpt", str(copy), "--base", str(moved), cwd=tmp_path) == greedy("--ckpt", str(copy), cwd=tmp_path)
     error = greedy("--ckpt", str(copy), "--base", "nowhere", cwd=tmp_path, code=2)
     assert "the base of" in error
-    assert "--base DIR says where it is now" in error
+    assert "nowhere, cannot be opened" in error
     assert "Traceback" not in error
 
 
@@ -112,9 +112,12 @@ def test_the_adapters_alone_are_a_folder_of_peft(peft: Path, base: Path, tmp_pat
     assert sorted(path.name for path in peft.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((peft / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(base / "step_12"))
-    run("to_hf_weights.py", "--input-ckpt", str(base), "--adapter", str(peft), "--output-path", "again", cwd=tmp_path)
+    (tmp_path / "copy").symlink_to(base)
+    run("to_hf_weights.py", "--input-ckpt", "copy", "--adapter", str(peft), "--output-path", "again", cwd=tmp_path)
     again = tmp_path / "again/adapter_model.safetensors"
     assert again.read_bytes() == (peft / "adapter_model.safetensors").read_bytes()
+    config = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "copy/step_12")
     _, errors = run(
         "to_hf_weights.py", "--input-ckpt", str(base), "--output-path", "hf", "--merge", cwd=tmp_path, code=2
     )
@@ -147,6 +150,33 @@ def test_a_run_begins_as_other_adapters(tuned: Path, peft: Path, base: Path, tmp
         assert first == pytest.approx(last, rel=1e-5)
         recorded = NativeSource(str(folder / "run/step_2")).extra["config"]["lora"]
         assert (recorded["rank"], recorded["alpha"]) == ((4, 8) if not lora else (6, 3))
+
+
+def test_a_run_that_began_so_resumes_without_them(peft: Path, base: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(peft, adapter)
+    write_run(tmp_path, optimizer={**RATE, "total_steps": 2})
+    command = ["train.py", "--config", "config.json", "--tune-model-path", str(base), "--adapter", str(adapter),
+               "--set", "lora.dropout=0.1"]  # fmt: skip
+    run(*command, cwd=tmp_path)
+    shutil.rmtree(adapter)
+    run(*command, "--set", "optimizer.total_steps=3", cwd=tmp_path)
+    recorded = NativeSource(str(tmp_path / "run/step_3")).extra["config"]["lora"]
+    assert (recorded["rank"], recorded["alpha"], recorded["dropout"]) == (4, 8, 0.1)
+
+
+def test_other_formats_get_the_adapters(tuned: Path, peft: Path, base: Path, tmp_path: Path) -> None:
+    """Beside the run, not beside the adapters."""
+    expected = greedy("--ckpt", str(tuned / "run"), cwd=tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    run("slim_model.py", "--ckpt", "copy", "--ckpt-step", "12", "--adapter", str(peft), "--f16", cwd=tmp_path)
+    assert (tmp_path / "copy_slim_f16/step_12").is_dir()
+    run("resharding_example.py", "--ckpt", "copy", "--adapter", str(peft), "--format", "native", "--out", "native",
+        cwd=tmp_path)  # fmt: skip
+    assert greedy("--ckpt", "native", cwd=tmp_path) == expected
+    plain = greedy("--ckpt", str(base), cwd=tmp_path)
+    assert greedy("--ckpt", "copy_slim_f16", cwd=tmp_path) != plain
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,45 @@ def test_adapters_from_the_hub(run: Run, hub_server: HubServer, tmp_path: Path) 
     assert given["tokens"] != plain["tokens"]
 
 
+# of huggingface_hub's own call of httpx
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_adapters_and_whole_models_are_not_uploaded_to_one_repository(
+    run: Run, hub_server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    folder = save(tmp_path / "hf", "gpt_neox", torch.float32)
+    peft_folders.write_adapters(folder, tmp_path / "adapter")
+    hub_server.commit_folder("org/model", folder)
+    given = ["--input-ckpt", "hf", "--adapter", "adapter"]
+    with pytest.raises(UserError, match="org/model holds a whole model"):
+        run("to_hf_weights", *given, "--output-path", "out", "--push", "org/model")
+    run("to_hf_weights", *given, "--output-path", "out", "--push", "org/new")
+    assert set(hub_server.repos["org/new"].files()) == {"adapter_config.json", "adapter_model.safetensors"}
+    with pytest.raises(UserError, match="org/new holds adapters"):
+        run("to_hf_weights", *given, "--output-path", "merged", "--merge", "--push", "org/new")
+    assert not Path("merged").exists()
+
+
+def test_the_tokenizer_of_adapters_is_used(run: Run, tmp_path: Path) -> None:
+    """In place of the base's; the merged model has it."""
+    folder, adapter = save(tmp_path / "hf", "gpt_neox", torch.float32), tmp_path / "adapter"
+    peft_folders.write_adapters(folder, adapter)
+    model = {**TOKENIZER["tokenizer.json"]["model"], "vocab": {"<end>": 0} | {chr(122 - i): i + 1 for i in range(26)}}
+    (adapter / "tokenizer.json").write_text(json.dumps({**TOKENIZER["tokenizer.json"], "model": model}))
+    (adapter / "tokenizer_config.json").write_text(json.dumps(TOKENIZER["tokenizer_config.json"]))
+    run("to_hf_weights", "--input-ckpt", "hf", "--adapter", "adapter", "--merge", "--output-path", "merged")
+    options = ["--max-new-tokens", "5", "--temperature", "0", "--json"]
+    by_adapter, by_merged, by_tokens = (
+        json.loads(run("device_sample", *source, *options))["tokens"]
+        for source in (
+            ["--ckpt", "hf", "--adapter", "adapter", "--prompt", "zyx"],
+            ["--ckpt", "merged", "--prompt", "zyx"],
+            ["--ckpt", "hf", "--adapter", "adapter", "--prompt-tokens", "1,2,3"],
+        )
+    )
+    assert by_adapter == by_merged == by_tokens
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [

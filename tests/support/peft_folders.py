@@ -21,9 +21,9 @@ MODELS = {
 }
 
 
-def write(folder: Path, name: str) -> None:
+def write(folder: Path, name: str, **sizes: int) -> None:
     """Write a Hugging Face folder `base`, a folder of PEFT `peft` and a run `run`, which have the same adapters."""
-    model = parse_config({"model": MODELS[name]}).model
+    model = parse_config({"model": {**MODELS[name], **sizes}}).model
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(folder / "base"))
     write_adapters(folder / "base", folder / "peft", run=folder / "run")
 

@@ -257,11 +257,11 @@ def _converted(source: TensorSource, blocks: Iterator[_Block]) -> Iterator[np.nd
         dtype = planned.dtype
         step = max(1, CAST_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
         for first in range(0, len(rows), step):
-            cast = _cast(rows[first : first + step], dtype, f"{source.where}: {_source_names(planned)}")
-            if cast.ndim == 2 and not cast.flags.c_contiguous:
-                matrix, cast = cast.T, np.empty(cast.shape, dtype)
-                copy_transposed(cast, matrix)
-            yield np.ascontiguousarray(cast).view(f"u{dtype.itemsize}")
+            converted = cast(rows[first : first + step], dtype, f"{source.where}: {_source_names(planned)}")
+            if converted.ndim == 2 and not converted.flags.c_contiguous:
+                matrix, converted = converted.T, np.empty(converted.shape, dtype)
+                copy_transposed(converted, matrix)
+            yield np.ascontiguousarray(converted).view(f"u{dtype.itemsize}")
 
 
 def _source_names(planned: _OutputTensor) -> str:
@@ -281,7 +281,7 @@ def _read(source: TensorSource, row: Tensor, place: tuple[int, ...], index: Inde
     return values
 
 
-def _cast(values: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
+def cast(values: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     """The values cast to `dtype`, rounded to nearest even.
 
     Raises:

@@ -1,15 +1,16 @@
 """Folders of PEFT, local, `gs://` or on the hub."""
 
 import functools
+import os
+import re
 from typing import TYPE_CHECKING, Self
 
-from mesh_transformer import hub
+from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.format import Folder, StoredCheckpoint
 from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.logs import log
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.peft.config import AdapterConfig
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 # what unsloth calls the 4-bit copy of a model
 _FOUR_BITS = "-bnb-4bit"
+# gpt2 and others of the hub have no organization
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_BUCKET = re.compile(r"gs://[a-z0-9][a-z0-9._-]+/")
 
 
 class PeftFolder(StoredCheckpoint):
@@ -61,9 +65,12 @@ class PeftFolder(StoredCheckpoint):
                 f"float model with --ckpt BASE --adapter {self._path}"
             )
         path = hub.as_name(name) or name
+        if not os.path.exists(name) and _HUB_NAME.fullmatch(name):
+            path = f"{hub.PREFIX}{name}"
         if hub.is_name(path) and self.adapter_config.revision and "@" not in path:
             path = f"{path}@{self.adapter_config.revision}"
-        log.info("%s names the base %s", where, path)
+        if files.is_remote(path) and not _BUCKET.match(path):
+            raise UserError(f"{where} has the base {path}, which is no path of gs://: give the base with --ckpt")
         return path
 
     def adapters(self, model: ModelConfig) -> tuple[TensorSource, LoraRecord]:

@@ -69,15 +69,9 @@ def read_pairs(folder: str) -> dict[str, Pair]:
     names = files.list_dir(folder)
     path = files.join(folder, ADAPTER_TENSORS)
     if ADAPTER_TENSORS not in names:
-        pickled = "adapter_model.bin" in names
         raise UserError(
-            f"{folder} has {hub.ADAPTER_CONFIG} and no {ADAPTER_TENSORS}"
-            + (
-                ": adapter_model.bin is pickled, and is not read; load it with PEFT and save it again with "
-                "save_pretrained"
-                if pickled
-                else ""
-            )
+            f"{folder} has {hub.ADAPTER_CONFIG} and no {ADAPTER_TENSORS}: adapter_model.bin, which is pickled, is not "
+            "read; load it with PEFT and save it again with save_pretrained"
         )
     factors: dict[str, dict[str, FileTensor]] = {}
     for name, tensor in read_header(path).items():

@@ -9,7 +9,7 @@ import numpy as np
 from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.peft.config import AdapterConfig
 from mesh_transformer.checkpoint.peft.pairs import Pair
-from mesh_transformer.checkpoint.peft.table import Group, Member, b_of, groups_of, sides
+from mesh_transformer.checkpoint.peft.table import ROUTER, Group, Member, b_of, groups_of, sides
 from mesh_transformer.checkpoint.tensors import FileTensor, Index, TensorInfo, UpdateCounts
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
@@ -90,6 +90,12 @@ class PeftSource:
                     self._stacks[f"params/blocks/{name_of(stack, LORA_B)}"] = _Stack(of_layers, member, scale)
         self.record = LoraRecord(config.base or "", None, tuple(adapters))
         arrays = replace(model.decoder(), forms=(Lora(adapters=self.record.adapters),)).arrays()
+        adapters_size = sum(array.size for array in arrays.values() if array.adapter)
+        if adapters_size > sum(array.size for array in arrays.values()) - adapters_size:
+            # of a file with one pair of a large rank
+            raise UserError(
+                f"{folder} has adapters of {adapters_size} numbers, more than the model: merge it with PEFT"
+            )
         float32 = np.dtype(np.float32)
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(arrays[name.removeprefix("params/")].shape, float32) for name in self._stacks
@@ -118,7 +124,8 @@ class PeftSource:
         if pair is None:
             return None
         pair.check(*sides(group.members[0], self._model))
-        scale = self._config.scale(pair.module, pair.rank)
+        router = group.members[0].path == ROUTER
+        scale = self._config.scale(self._config.of_parameter(pair.module) if router else pair.module, pair.rank)
 
         def b(member: Member, over: float) -> np.ndarray:
             return b_of(member, _scaled(_read(pair.b), scale, over), self._model)

@@ -15,6 +15,7 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.spec import Array, Tensor
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+ROUTER = "ff/router/w"
 
 
 class Member(NamedTuple):
@@ -61,12 +62,7 @@ class Group(NamedTuple):
 def groups_of(model: ModelConfig) -> list[Group]:
     """The groups of the matrices that have names in transformers, in the order of the model."""
     decoder = model.decoder()
-    matrices = {
-        path: array
-        for kind in decoder.kinds
-        for path, array in decoder.matrices(kind).items()
-        if len(array.shape) == len(array.dims)
-    }
+    matrices = decoder.matrices_by_path
     first_stacks = {f"blocks/{stacks[0][0]}": path for path, stacks in decoder.stacks.items() if path in matrices}
     groups: dict[str, list[Member]] = {}
     for row in stacked_rows(model):

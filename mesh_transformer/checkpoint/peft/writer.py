@@ -9,9 +9,10 @@ import numpy as np
 
 from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.hf.safetensors_file import encode_header
+from mesh_transformer.checkpoint.hf.writer import cast
 from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.peft.pairs import ADAPTER_TENSORS, PREFIX
-from mesh_transformer.checkpoint.peft.table import DOWN, Group, groups_of, joined_b
+from mesh_transformer.checkpoint.peft.table import DOWN, ROUTER, Group, groups_of, joined_b
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
@@ -24,7 +25,6 @@ from mesh_transformer.spec.lora import LORA_A, LORA_B
 # what PEFT 0.21 takes for the experts' in a model with experts, wherever it stands; but not in these families
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _AS_NAMED = ("qwen2_moe",)
-_ROUTER = "ff/router/w"
 
 
 class _Written(NamedTuple):
@@ -42,7 +42,7 @@ def write_peft(
     Args:
         source: of the adapters alone.
         record: what they are.
-        dtype: of all tensors.
+        dtype: of all tensors, whose values it must hold.
         dropout: of their training, which PEFT continues; 0 is written if routed experts have adapters.
 
     Raises:
@@ -56,8 +56,9 @@ def write_peft(
     files.make_folder(folder)
     with files.open_binary(files.join(folder, ADAPTER_TENSORS), "wb") as file:
         file.write(encode_header((name, value.shape, dtype) for name, value in tensors.items()))
-        for value in tensors.values():
-            file.write(np.ascontiguousarray(value.astype(dtype)).view(f"u{dtype.itemsize}").data.cast("B"))
+        for name, value in tensors.items():
+            rounded = np.ascontiguousarray(cast(value, dtype, f"{source.where}: {name}"))
+            file.write(rounded.view(f"u{dtype.itemsize}").data.cast("B"))
     text = json.dumps(_config(written, record, model, dropout), indent=2, sort_keys=True) + "\n"
     with files.open_binary(files.join(folder, hub.ADAPTER_CONFIG), "wb") as file:
         file.write(text.encode())
@@ -152,6 +153,8 @@ def _config(written: list[_Written], record: LoraRecord, model: ModelConfig, dro
             "PEFT 0.21 leaves out the adapters of %s: in a model with experts it takes these names for the experts'",
             listed(lost),
         )
+        if not modules and not parameters:
+            raise UserError("PEFT 0.21 would read none of these adapters: write the whole model with --merge")
     base, revision = _base(record)
     return {
         "peft_type": "LORA",
@@ -188,12 +191,13 @@ def _target(group: Group, model: ModelConfig) -> str:
 def _is_parameter(group: Group) -> bool:
     """Whether PEFT adapts it as a parameter: transformers 5 has routed experts and routers in modules of their own
     kinds."""
-    return group.of_experts or group.members[0].path == _ROUTER
+    return group.of_experts or group.members[0].path == ROUTER
 
 
 def _base(record: LoraRecord) -> tuple[str | None, str | None]:
     """Name and revision, as PEFT has them."""
-    if not hub.is_name(record.base):
+    # PEFT opens no GGUF file; its name is read here
+    if not hub.is_name(record.base) or hub.gguf_file(record.base) is not None:
         return record.base or None, None
     return hub.parse(record.base)
 

@@ -68,11 +68,14 @@ def evaluate(config_path: str | None, overrides: Sequence[str], target: ComputeT
     from mesh_transformer.runtime.session.weights import config_for
 
     logs.set_up()
-    config, _ = config_for(config_path, overrides, options.checkpoint, options.base, options.adapter)
+    config, opened = config_for(config_path, overrides, options.checkpoint, options.base, options.adapter)
     places = {
         name: None if (path := getattr(options, name)) is None else hub.pinned(path)
         for name in ("checkpoint", "base", "adapter")
     }
+    if options.checkpoint and opened.has_base and not opened.base_is_given:
+        # the base that adapters name: all workers read the same one
+        places["base"] = opened.base.place
     arguments = {
         **dataclasses.asdict(options),
         **places,

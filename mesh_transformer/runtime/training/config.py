@@ -1,9 +1,11 @@
 """The config of a training command, whose file may leave the model to a checkpoint."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mesh_transformer.config import CheckpointConfig, Config, load_config, parse_config
+from mesh_transformer.errors import UserError
 
 
 def training_config(
@@ -40,9 +42,22 @@ def training_config(
             return load_config(given, overrides, find_model)
         return parse_config(dict(given), overrides, find_model)
 
-    config = load(overrides)
-    if adapter is None or config.lora.rank is not None:
-        return config
+    if adapter is None:
+        return load(overrides)
+    try:
+        config = load(overrides)
+    except UserError:
+        # a field of the group lora may stand without its rank; any other error comes again
+        config = load([*overrides, "lora.rank=1"])
+    else:
+        if config.lora.rank is not None:
+            return config
+    from mesh_transformer.runtime.session.weights import start_checkpoint
     from mesh_transformer.runtime.training.start_adapters import settings_of
 
-    return load([*overrides, *settings_of(adapter, config.model)])
+    step = None if new else start_checkpoint(config.checkpoint.root, None)
+    # a run that goes on needs no other adapters, which may be gone
+    recorded = {} if step is None else step.recorded_group("lora")
+    settings = [f"lora.{name}={json.dumps(value)}" for name, value in recorded.items() if value is not None]
+    # what the user gives comes last
+    return load([*(settings or settings_of(adapter, config.model)), *overrides])

@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import os
 from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer import files, hub
 from mesh_transformer.checkpoint.adapters import BaseSource
 from mesh_transformer.checkpoint.classic.format import ClassicRun, ClassicStep, classic_run
 from mesh_transformer.checkpoint.format import Folder
@@ -28,7 +26,7 @@ from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.runtime.training.provenance import KEY, Provenance
-from mesh_transformer.runtime.training.start_adapters import begin_as
+from mesh_transformer.runtime.training.start_adapters import OtherAdapters
 from mesh_transformer.runtime.training.tokenizers import warn_of_other_tokens
 from mesh_transformer.spec import Lora
 from mesh_transformer.train.optimizer import OptState
@@ -250,25 +248,18 @@ def _adapted(session: Session, program: TrainProgram, path: str, adapter: str | 
     if slots(source):
         log.info("%s has optimizer state, which adapters do not use", path)
     log.info("starting from step %d of %s", source.counts.step, path)
-    frozen, digest = _read_base(program, BaseSource(source, session.config.model))
-    forms = session.config.decoder.forms
+    forms, model = session.config.decoder.forms, session.config.model
     adapters = tuple(adapter for form in forms if isinstance(form, Lora) for adapter in form.adapters)
-    place = fail_together(lambda: _place(checkpoint))
-    params = program.fresh_params(jax.random.key(session.config.model.seed))
-    if adapter is not None:
-        params = begin_as(params, adapter, session.config.model, adapters)
+    others = None if adapter is None else OtherAdapters.open(adapter, model, adapters)
+    base = BaseSource(source, model)
+    frozen, digest = _read_base(program, base)
+    place = fail_together(lambda: checkpoint.place)
+    params = program.fresh_params(jax.random.key(model.seed))
+    if others is not None:
+        params = others.begin(params, base)
     state = program.begin(params, program.fresh_optimizer(params), frozen)
     record = LoraRecord(place, digest, adapters)
     return StartPoint(state, 0, Counters(), None, origin, validates=True, lora=record)
-
-
-def _place(checkpoint: Checkpoint) -> str:
-    """A path by which another run finds this checkpoint: of a run the step; a name on the hub with its commit."""
-    path = checkpoint.path
-    if hub.is_name(path):
-        return hub.pinned(path)
-    path = checkpoint.folder if os.path.isdir(path) or files.is_remote(path) else path
-    return path if files.is_remote(path) else os.path.abspath(path)
 
 
 def _with_base(
@@ -293,7 +284,7 @@ def _with_base(
             f"the run began with {record.base}, a base of hash {record.hash}, and {base.where} has {digest}: restore "
             "that base, give its place with --tune-model-path, or choose another checkpoint.model_dir"
         )
-    return checkpoint.state._replace(frozen=frozen), record._replace(base=fail_together(lambda: _place(opened)))
+    return checkpoint.state._replace(frozen=frozen), record._replace(base=fail_together(lambda: opened.place))
 
 
 def _find_base(recorded: str, tune_model_path: str | None, where: str) -> Checkpoint:

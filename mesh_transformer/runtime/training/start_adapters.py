@@ -2,10 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
+from mesh_transformer.checkpoint.adapters import BaseSource, warn_of_other_base
 from mesh_transformer.checkpoint.load import fail_together
 from mesh_transformer.checkpoint.lora_record import LoraRecord
 from mesh_transformer.checkpoint.open import Checkpoint
@@ -38,33 +42,10 @@ def _targets(adapters: Sequence[Adapter]) -> list[str]:
     return list(dict.fromkeys(adapter.path.removesuffix("/w") for adapter in adapters))
 
 
-def begin_as(params: Params, path: str, model: ModelConfig, adapters: Sequence[Adapter]) -> Params:
-    """The adapters of a run, those at `path` in place of new ones where it has them.
-
-    Args:
-        params: new adapters.
-        adapters: of the run. Where a rank is larger than at `path`, the rest of a and b is zero and stays so.
-
-    Raises:
-        UserError: the adapters at `path` cannot be read, or are of matrices that have none in the run, or their rank is
-            larger.
-    """
-    source, record = fail_together(lambda: _open(path, model))
-    given = fail_together(lambda: _Resized(source, record, model, {adapter.path: adapter for adapter in adapters}))
-    named = {
-        module: {name: leaf for name, leaf in leaves.items() if f"params/blocks/{module}/{name}" in given.tensors}
-        for module, leaves in params["blocks"].items()
-    }
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), named)
-    loaded = load_user_checkpoint(given, {"params": {"blocks": abstract}})["params"]["blocks"]
-    log.info("the adapters of %d of %d matrices begin as those of %s", len(record.adapters), len(adapters), path)
-    blocks = {module: {**leaves, **loaded[module]} for module, leaves in params["blocks"].items()}
-    return {**params, "blocks": blocks}
-
-
 def _open(path: str, model: ModelConfig) -> tuple[TensorSource, LoraRecord]:
     source, record = Checkpoint.open(path).adapters(model)
-    others = [adapter.path for adapter in record.adapters if _role(adapter.path, model) == "other"]
+    matrices = model.decoder().matrices_by_path
+    others = [adapter.path for adapter in record.adapters if matrices[adapter.path].role == "other"]
     if others:
         raise UserError(
             f"{path} adapts {listed(others)}, which no run trains: write the whole model with to-hf --merge, and give "
@@ -73,17 +54,18 @@ def _open(path: str, model: ModelConfig) -> tuple[TensorSource, LoraRecord]:
     return source, record
 
 
-def _role(path: str, model: ModelConfig) -> str:
-    decoder = model.decoder()
-    matrices = (decoder.matrices(kind) for kind in decoder.kinds)
-    return next(arrays[path].role for arrays in matrices if path in arrays)
+class OtherAdapters:
+    """Adapters in the ranks and with the scales of a run, as a `TensorSource`. Open them with `open`.
 
-
-class _Resized:
-    """Adapters in the ranks and with the scales of a run, as a `TensorSource`."""
+    Args:
+        source: of the adapters.
+        record: what they are.
+        run: the adapters of the run, by path.
+    """
 
     def __init__(self, source: TensorSource, record: LoraRecord, model: ModelConfig, run: Mapping[str, Adapter]):
-        self._source, self.where, self.counts, self.extra = source, source.where, source.counts, source.extra
+        self._source, self._record = source, record
+        self.where, self.counts, self.extra = source.where, source.counts, source.extra
         # name -> its dimension of the rank, the rank in the run, and what multiplies it
         self._changes: dict[str, tuple[int, int, float]] = {}
         for adapter in record.adapters:
@@ -107,6 +89,57 @@ class _Resized:
             for name, (at, rank, _) in self._changes.items()
         }
 
+    @classmethod
+    def open(cls, path: str, model: ModelConfig, run: Sequence[Adapter]) -> Self:
+        """The adapters at `path`, for a run with the adapters `run`. All processes must call it.
+
+        Raises:
+            UserError: they cannot be read, or are of matrices that have none in the run, or their rank is larger; or
+                processes have found different steps of a run that goes on.
+        """
+        by_path = {adapter.path: adapter for adapter in run}
+        opened = fail_together(lambda: cls(*_open(path, model), model, by_path))
+        steps = multihost_utils.process_allgather(np.int32(opened.counts.step))
+        if len(set(np.ravel(steps).tolist())) > 1:
+            raise UserError(f"{path} has new steps while this run starts: give one of its folders, {path}/step_N")
+        return opened
+
+    def begin(self, params: Params, base: BaseSource) -> Params:
+        """The adapters of a run with these in place of new ones. Where a rank is larger, the rest of a is new, and the
+        rest of b is zero, as of new adapters.
+
+        Args:
+            params: new adapters.
+            base: of the run, whose hash is known.
+        """
+        warn_of_other_base(self.where, self._record, base)
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
+        )
+        named = {
+            module: {name: leaf for name, leaf in leaves.items() if f"params/blocks/{module}/{name}" in self.tensors}
+            for module, leaves in abstract["blocks"].items()
+        }
+        loaded = load_user_checkpoint(self, {"params": {"blocks": named}})["params"]["blocks"]
+        blocks = {
+            module: {
+                name: self._with_new(f"params/blocks/{module}/{name}", loaded[module].get(name), leaf)
+                for name, leaf in leaves.items()
+            }
+            for module, leaves in params["blocks"].items()
+        }
+        log.info("the adapters of %d matrices begin as those of %s", len(self._record.adapters), self.where)
+        return {**params, "blocks": blocks}
+
+    def _with_new(self, name: str, loaded: jax.Array | None, fresh: jax.Array) -> jax.Array:
+        if loaded is None:
+            return fresh
+        rank = self._source.tensors[name].shape[-1]
+        if not name.endswith(LORA_A) or rank == fresh.shape[-1]:
+            return loaded
+        merged = jax.jit(lambda a, b: jnp.where(jnp.arange(a.shape[-1]) < rank, a, b), out_shardings=fresh.sharding)
+        return merged(loaded, fresh)
+
     def read(self, name: str, index: Index) -> np.ndarray:
         """See `TensorSource`."""
         at, rank, factor = self._changes[name]
@@ -119,9 +152,7 @@ class _Resized:
 
 def _changes(adapter: Adapter, ours: Adapter, model: ModelConfig) -> Iterator[tuple[str, tuple[int, int, float]]]:
     decoder = model.decoder()
-    dims = next(
-        decoder.matrices(kind)[adapter.path].dims for kind in decoder.kinds if adapter.path in decoder.matrices(kind)
-    )
+    dims = decoder.matrices_by_path[adapter.path].dims
     for stack, _ in decoder.stacks[adapter.path]:
         # after the layers; of a, the rank is last
         if (adapter.a_of or adapter.path) == adapter.path:

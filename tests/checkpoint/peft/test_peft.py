@@ -168,6 +168,22 @@ def test_settings_of_ranks_scales_and_layers(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(found, logits_of(adapted, prompt), rtol=0, atol=TOLERANCE)
 
 
+def test_a_router_with_an_alpha_of_its_own(tmp_path: Path) -> None:
+    """PEFT adapts it as a parameter, whose name the pattern has. What we write has it too."""
+    base, folder, again = tmp_path / "base", tmp_path / "adapter", tmp_path / "again"
+    settings = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
+    alphas = {"mlp.gate.weight": 4 * ALPHA, "gate": 9 * ALPHA}
+    adapted = random_adapter(hf_models.save("mixtral", base), **settings, alpha_pattern=alphas)
+    adapted.save_pretrained(folder)
+    prompt = clear_prompt(adapted, "mixtral")
+    opened = Checkpoint.open(str(folder), base=str(base))
+    found = our_logits(opened, prompt)
+    np.testing.assert_allclose(found, logits_of(adapted, prompt), rtol=0, atol=TOLERANCE)
+    source, record = opened.adapters(opened.model)
+    write_peft(source, record, opened.model, str(again), dtype=np.dtype(np.float32))
+    np.testing.assert_array_equal(our_logits(Checkpoint.open(str(again), base=str(base)), prompt), found)
+
+
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("olmoe", marks=pytest.mark.nightly)])
 def test_the_pair_of_a_router(tmp_path: Path, name: str) -> None:
     """all-linear has it in every model with experts."""

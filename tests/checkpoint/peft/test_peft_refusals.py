@@ -1,6 +1,7 @@
 """Folders of PEFT that are refused, each by one line that names the key or the tensor."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support import peft_folders
 
 from mesh_transformer.checkpoint.hf.safetensors_file import encode_header, read_header
 from mesh_transformer.checkpoint.open import Checkpoint
+from mesh_transformer.checkpoint.peft.config import AdapterConfig
 from mesh_transformer.errors import UserError
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
@@ -61,6 +63,7 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
         ("monteclora_config", {"n": 1}),
         ("megatron_config", {"tp": 2}),
         ("a_key_of_tomorrow", 1),
+        ("a_key_of_tomorrow", False),
         ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_4"),
         ("init_lora_weights", "olora"),
@@ -76,7 +79,16 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
         ("alpha_pattern", ["q_proj"]),
         ("alpha_pattern", {"q_proj": "8"}),
         ("alpha_pattern", {"(q_proj": 8}),
+        # of the library regex alone; the first would fill the memory
+        ("alpha_pattern", {"(?R)": 8}),
+        ("alpha_pattern", {"(?e)(?:q_proj){e<=5}": 8}),
+        ("alpha_pattern", {f".*{number}": 8 for number in range(1001)}),
+        ("alpha_pattern", {501 * "q": 8}),
+        ("target_parameters", "experts"),
+        ("target_parameters", [7]),
         ("base_model_name_or_path", 7),
+        ("base_model_name_or_path", 501 * "x"),
+        ("base_model_name_or_path", "x\0y"),
     ],
 )
 def test_a_key(llama: Path, key: str, value: Any) -> None:
@@ -106,11 +118,35 @@ def test_keys_without_influence(llama: Path, key: str, value: Any) -> None:
         np.testing.assert_array_equal(array, before[name])
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_pattern_that_takes_for_ever(llama: Path) -> None:
+def test_a_pattern_that_takes_for_ever(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(llama, alpha_pattern={r"(?:[a-z_.]|\w|.)*[!?]": 8})
-    with pytest.raises(UserError, match="no usable pattern"):
+    monkeypatch.setattr("mesh_transformer.checkpoint.peft.config._MATCHES_S", 0.5)
+    with pytest.raises(UserError, match="takes over 0.5 seconds"):
         opened(llama)
+
+
+def test_a_pattern_for_each_module_of_a_large_model() -> None:
+    """As EVA writes them. They are names, which are looked up; and a pattern before them counts first."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(60) for expert in range(300)]
+    alphas = {name: number for number, name in enumerate(names)}
+    config = AdapterConfig("x", None, None, 1, {r"layers\.7\.mlp\.experts\.1\.up_proj": -1, **alphas}, False, ())
+    began = time.process_time()
+    scales = [config.scale(name, 1) for name in names]
+    assert time.process_time() - began < 5
+    expected = [-1 if name == "model.layers.7.mlp.experts.1.up_proj" else alphas[name] for name in names]
+    assert scales == expected
+    assert config.scale("model.layers.0.self_attn.q_proj", 1) == 1
+
+
+def test_one_large_rank_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """All layers and experts have the largest rank."""
+    peft_folders.write(tmp_path, "mixtral", layers=24, n_experts=32)
+    module = "base_model.model.model.layers.1.block_sparse_moe.experts.1"
+    shapes = {f"{module}.w1.lora_A.weight": (16, 12), f"{module}.w1.lora_B.weight": (16, 16),
+              f"{module}.w3.lora_A.weight": (16, 12), f"{module}.w3.lora_B.weight": (16, 16)}  # fmt: skip
+    write_tensors(tmp_path, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    with pytest.raises(UserError, match="more than the model"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +202,9 @@ def test_experts_of_another_model(tmp_path: Path) -> None:
 def test_files_that_are_missing(llama: Path) -> None:
     path = llama / "peft/adapter_model.safetensors"
     path.rename(path.with_suffix(".bin"))
-    with pytest.raises(UserError, match="is pickled, and is not read"):
-        opened(llama)
-    path.with_suffix(".bin").unlink()
-    with pytest.raises(UserError, match="no adapter_model.safetensors"):
+    with pytest.raises(
+        UserError, match="no adapter_model.safetensors: adapter_model.bin, which is pickled, is not read"
+    ):
         opened(llama)
 
 
@@ -178,7 +213,9 @@ def test_files_that_are_missing(llama: Path) -> None:
     [
         (None, "names no base: give the base with --ckpt BASE --adapter"),
         ("unsloth/Llama-3.2-1B-Instruct-bnb-4bit", "give the float model with --ckpt BASE --adapter"),
-        ("nowhere/at/all", "cannot be opened|no checkpoint"),
+        ("nowhere/at/all", "the base of .*peft, nowhere/at/all, cannot be opened.*--base DIR says where it is now"),
+        ("gs://", "no path of gs://"),
+        ("gs://-x/y", "no path of gs://"),
         (".", "base of itself"),
     ],
 )
@@ -197,6 +234,14 @@ def test_a_folder_alone_takes_the_base_that_it_names(llama: Path) -> None:
         # tables have other padding
         if "/blocks/" in name:
             np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_name_without_an_organization_is_of_the_hub(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama)
+    change(llama, base_model_name_or_path="gpt2", revision="v1")
+    assert Checkpoint.open("peft").base.path == "hf://gpt2@v1"
+    (llama / "gpt2").mkdir()
+    assert Checkpoint.open("peft").base.path == "gpt2"
 
 
 def test_a_whole_model_is_no_adapter(llama: Path) -> None:
