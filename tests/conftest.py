@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, a compile cache and strict promotion, set before any test module imports jax."""
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -171,9 +172,12 @@ def pytest_runtest_protocol() -> Generator[None, bool, bool]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _drop_the_programs_of_a_module() -> Iterator[None]:
-    """The tests of a file share programs, and the next file needs few of them."""
+def _drop_the_programs_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The tests of a file share programs and models, and the next file needs few of them."""
     yield
+    for value in vars(request.module).values():
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == request.module.__name__:
+            value.cache_clear()
     _limit_memory(MODULE_BYTES)
 
 
