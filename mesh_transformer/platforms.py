@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import errno
+import functools
+import mmap
 import os
 import re
 import socket
@@ -11,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -327,6 +329,28 @@ def _count_of_slices() -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or not int(text):
         raise UserError(f"MEGASCALE_NUM_SLICES {text!r:.20}: expected the number of slices of the job, 1 or more")
     return int(text)
+
+
+def return_zero_pages(tree: Any) -> None:
+    """Return the memory of arrays of zeros on CPU devices to the system, which gives pages of zeros when they are
+    written. So a cache takes as much memory as was used of it. Without Linux this does nothing."""
+    if not sys.platform.startswith("linux"):
+        return
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards if array.nbytes > mmap.PAGESIZE else ():
+            data = shard.data
+            if data.devices().pop().platform == "cpu":
+                address = jax.block_until_ready(data).unsafe_buffer_pointer()
+                start, stop = -(-address // mmap.PAGESIZE), (address + data.nbytes) // mmap.PAGESIZE
+                size = (stop - start) * mmap.PAGESIZE
+                if size > 0:
+                    # anonymous memory, whose pages the kernel fills with zeros
+                    _libc().madvise(ctypes.c_void_p(start * mmap.PAGESIZE), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
 
 
 def return_freed_memory() -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mesh_transformer import platforms
 from mesh_transformer.infer.requests import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -173,7 +174,7 @@ class SlotPrograms:
         )
         # the result of `empty`
         self.abstract = jax.tree.map(lambda x, split: x.update(sharding=split), abstract, shardings)
-        self.empty = jax.jit(none, out_shardings=shardings)
+        self._counters = jax.jit(lambda: none()[1:], out_shardings=shardings[1:])
         self.insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
         self.copy_cache = jax.jit(self._copy_cache, donate_argnums=0, out_shardings=shardings)
         self.release = jax.jit(release, donate_argnums=0, out_shardings=shardings)
@@ -186,6 +187,16 @@ class SlotPrograms:
         self.generate = jax.jit(
             self._generate, donate_argnums=1, static_argnames="length", out_shardings=(shardings, replicated)
         )
+
+    def empty(self) -> Slots:
+        """The state of slots that are all free. The memory of the cache is taken where it is used, on a CPU."""
+
+        def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            array = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            platforms.return_zero_pages(array)
+            return array
+
+        return Slots(jax.tree.map(zeros, self.abstract.cache), *self._counters())
 
     def _copy_cache(self, slots: Slots, source: jax.Array, target: jax.Array, length: jax.Array) -> Slots:
         """Copy the cache of the slot `source` to the slot `target`: the first `length` positions, or more."""
