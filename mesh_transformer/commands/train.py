@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "of a TPU slice, such as v3-32: for this slice, which need not be attached (docs/parallelism.md)",
     )
     options = cli.parse_tuned(parser, arguments)
-    cli.starting(options.config_path, options.overrides)
+    # with --adapter a part of the group lora may be given
+    cli.starting(None if options.adapter else options.config_path, options.overrides)
     if options.plan_mesh is not None:
         from mesh_transformer.runtime.training import mesh_plan
 
