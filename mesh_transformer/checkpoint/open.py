@@ -91,9 +91,8 @@ class Checkpoint:
         for format in FORMATS:
             try:
                 checkpoint = format.find(self._given)
-            # such as a folder that this account may not read
-            except OSError as error:
-                raise UserError(f"{self.path} cannot be read: {error}") from error
+            except PermissionError as error:
+                raise UserError(f"{self.path} cannot be read by this account: {error}") from error
             if checkpoint is not None:
                 if format not in (HFFolder, HubModel) and (weights := weights_of(self._given)):
                     log.warning(
