@@ -246,12 +246,12 @@ CASES = {
         "train --config config.json --set checkpoint.model_dir=adapted --set lora.rank=4", prepare=adapted_run,
     ),
     "adapters of more matrices": Case(
-        "runtime/training/start_adapters.py _Resized",
+        "runtime/training/start_adapters.py OtherAdapters",
         f"{TRAIN}{{n}} --tune-model-path run --adapter adapted --set lora.rank=4 --set 'lora.targets=[\"q\"]'",
         prepare=adapted_run,
     ),
     "adapters of a larger rank": Case(
-        "runtime/training/start_adapters.py _Resized",
+        "runtime/training/start_adapters.py OtherAdapters",
         f"{TRAIN}{{n}} --tune-model-path run --adapter adapted --set lora.rank=1", prepare=adapted_run,
     ),
     "values too large for float16": Case(

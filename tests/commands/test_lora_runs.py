@@ -176,7 +176,7 @@ def test_other_formats_get_the_adapters(tuned: Path, peft: Path, base: Path, tmp
         cwd=tmp_path)  # fmt: skip
     assert greedy("--ckpt", "native", cwd=tmp_path) == expected
     plain = greedy("--ckpt", str(base), cwd=tmp_path)
-    assert greedy("--ckpt", "copy_slim_f16", cwd=tmp_path) != plain
+    assert greedy("--ckpt", "copy_slim_f16", "--set", "data.tokenizer=bytes", cwd=tmp_path) != plain
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_a_serving_program_sums_one_activation_a_layer_and_donates_its_cache(nam
     config = parse_config(SMALL, [f"mesh.tp={len(devices)}"])
     placement = Placement.of(config, devices).for_decoding()
     programs = SlotPrograms(placement, slots, config.seq, longest_chunk=config.seq)
-    params, kept = placement.abstract(jnp.bfloat16), jax.eval_shape(programs.empty)
+    params, kept = placement.abstract(jnp.bfloat16), programs.abstract
     number = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = programs.generate.lower(params, kept, None, number, number, length=config.seq).compile()
     found = collectives(compiled.as_text())
