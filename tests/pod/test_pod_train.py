@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import commands
+from support import commands, peft_folders
 from support.commands import metrics
 from support.driving import same_numbers
 from support.faults import EVERY, FAULTS, SLICE_PREEMPTED, Recovery, kill_driver, middle, recover_from
 from support.gate import Gate
 from support.hosts import PodOfHosts
 from support.pod_driver import PodDrivers, pod_drivers
+
+from mesh_transformer.config import load_config
 
 pytestmark = [pytest.mark.faults, pytest.mark.multiprocess]
 STEPS = 4 * EVERY
@@ -76,14 +78,16 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
 
 
 def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, texts: Path) -> None:
-    """eval_harness.py on the slice, with the checkpoint in the bucket and the first questions of LAMBADA, equals one
-    process."""
+    """eval_harness.py on the slice equals one process: with the checkpoint in the bucket, adapters of PEFT, and the
+    first questions of LAMBADA."""
     pytest.importorskip("lm_eval")
     data, folder = drivers.shared / "questions", straight[0].parent
     (data / "lambada").mkdir(parents=True)
     lines = (texts / "lambada/lambada_test.jsonl").read_text().splitlines(keepends=True)
     (data / "lambada/lambada_test.jsonl").write_text("".join(lines[:16]))
-    command = ("--tasks", "lambada", "--data-dir", str(data), "--limit", "12", "--output")
+    adapter, model = drivers.shared / "adapter", load_config(str(folder / "config.json")).model
+    peft_folders.write_adapters_of(model, str(adapter), None)
+    command = ("--adapter", str(adapter), "--tasks", "lambada", "--data-dir", str(data), "--limit", "12", "--output")
     alone = commands.start(
         "eval_harness.py", "--config", "config.json", *command, "alone.json", cwd=folder, devices=8,
         **drivers.gcs.environment(),

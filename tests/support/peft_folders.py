@@ -10,7 +10,7 @@ from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Checkpoint
 from mesh_transformer.checkpoint.peft.writer import write_peft
 from mesh_transformer.checkpoint.tensors import UpdateCounts
-from mesh_transformer.config import parse_config
+from mesh_transformer.config import ModelConfig, parse_config
 from support import hf_folders as hf
 from support.array_source import ArraySource
 
@@ -36,14 +36,19 @@ def write_adapters(base: Path, folder: Path, *, name: str | None = None, run: Pa
     """
     model = Checkpoint.open(str(base)).model
     assert model is not None
+    write_adapters_of(model, str(folder), name or str(base), run)
+
+
+def write_adapters_of(model: ModelConfig, folder: str, base: str | None, run: Path | None = None) -> None:
+    """Write random adapters of every matrix of a model as a folder of PEFT, local or gs://, and as a run."""
     config = parse_config({"model": model.model_dump(mode="json"), "lora": {"rank": 2, "alpha": 3}})
     random = np.random.default_rng(0)
     shapes = {path: array.shape for path, array in config.decoder.arrays().items() if array.adapter}
     params = {f"params/{path}": random.standard_normal(shape, np.float32) for path, shape in shapes.items()}
     (form,) = config.decoder.forms
-    record = LoraRecord(name or str(base), "0" * 16, form.adapters)
+    record = LoraRecord(base or "", "0" * 16, form.adapters)
     source = ArraySource(params, UpdateCounts(1))
-    write_peft(source, record, config.model, str(folder), dtype=np.dtype(np.float32))
+    write_peft(source, record, config.model, folder, dtype=np.dtype(np.float32))
     if run is not None:
         source.extra = {"config": config.model_dump(mode="json"), "lora": record.to_json()}
         write_native(source, str(run))

@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import regex
@@ -74,7 +74,8 @@ class AdapterConfig:
     alphas: Mapping[str, float]
     root_of_rank: bool
     parameters: tuple[str, ...]
-    seconds_left: float = _MATCHES_S
+    # for all patterns and names
+    seconds_left: float = field(default_factory=lambda: _MATCHES_S)
 
     def scale(self, name: str, rank: int) -> float:
         """What multiplies the product of the pair of a module or a parameter: alpha / rank, or alpha / sqrt(rank)
@@ -162,6 +163,8 @@ def read_adapter_config(folder: str) -> AdapterConfig:
     parameters = raw.get("target_parameters") or ()
     if not isinstance(parameters, list | tuple) or not all(isinstance(name, str) for name in parameters):
         raise UserError(f"{where}: target_parameters is {parameters!r:.60}: expected a list of names")
+    if len(parameters) > _MAX_PATTERNS:
+        raise UserError(f"{where}: target_parameters has {len(parameters)} names, at most {_MAX_PATTERNS} are read")
     root_of_rank = raw.get("use_rslora") or False
     if not isinstance(root_of_rank, bool):
         raise UserError(f"{where}: use_rslora is {root_of_rank!r:.60}: expected true or false")
@@ -172,7 +175,7 @@ def read_adapter_config(folder: str) -> AdapterConfig:
         _number(raw.get("lora_alpha", 8), "lora_alpha", where),
         {pattern: _number(alpha, f"alpha_pattern of {pattern!r:.80}", where) for pattern, alpha in alphas.items()},
         root_of_rank,
-        tuple(parameters[:_MAX_PATTERNS]),
+        tuple(parameters),
     )
 
 

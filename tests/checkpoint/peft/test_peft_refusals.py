@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import hf_folders as hf
 from support import peft_folders
+from support.gcs_server import GcsServer
 
 from mesh_transformer.checkpoint.hf.safetensors_file import encode_header, read_header
 from mesh_transformer.checkpoint.open import Checkpoint
@@ -233,6 +234,16 @@ def test_a_folder_alone_takes_the_base_that_it_names(llama: Path) -> None:
     for name, array in hf.read_all(alone.source(alone.model)).items():
         # tables have other padding
         if "/blocks/" in name:
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_folder_in_a_bucket(llama: Path, gcs: GcsServer) -> None:
+    local = Checkpoint.open(str(llama / "peft"))
+    peft_folders.write_adapters_of(local.model, "gs://bucket/adapter", str(llama / "base"))
+    expected = hf.read_all(local.source(local.model))
+    for base in (None, str(llama / "base")):
+        remote = Checkpoint.open("gs://bucket/adapter", base=base)
+        for name, array in hf.read_all(remote.source(remote.model)).items():
             np.testing.assert_array_equal(array, expected[name])
 
 
