@@ -23,6 +23,8 @@ HEALTH_CHECKS = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 5,
 }
+# of the head and of every node. No driver asks Ray for the output of its processes, so none has to read their logs
+NODE_OPTIONS = ("--disable-usage-stats", "--include-log-monitor=false")
 START_S = 180.0
 # Ray makes the folder of its sessions mode 777, so it lies in one that other users cannot enter. Hosts take the head's
 # path, and a TMPDIR of the driver need not exist there. The path is short: Ray's sockets lie 64 characters below it,
@@ -75,7 +77,7 @@ def start(folder: str, address: str, port: int = 6379, arguments: tuple[str, ...
     sessions = os.path.join(cache_folders.temporary(TEMPORARY), "ray")
     command = [
         _ray(), "start", "--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false",
-        "--disable-usage-stats", "--num-cpus=0", f"--temp-dir={sessions}",
+        *NODE_OPTIONS, "--num-cpus=0", f"--temp-dir={sessions}",
         f"--system-config={json.dumps(HEALTH_CHECKS)}", *arguments,
     ]  # fmt: skip
     token = read_token(head.token_file)

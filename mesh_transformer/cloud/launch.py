@@ -18,7 +18,7 @@ from mesh_transformer import cache_folders, files
 from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.archive import HASH_LENGTH, Archive, FolderArchive, beside, code_archive
 from mesh_transformer.cloud.environment import ExistingEnvironment, HostEnvironment, NewEnvironment, pins
-from mesh_transformer.cloud.head import TEMPORARY, Head, read_token
+from mesh_transformer.cloud.head import NODE_OPTIONS, TEMPORARY, Head, read_token
 from mesh_transformer.cloud.hosts import Access, Host
 from mesh_transformer.cloud.pod import Pod
 from mesh_transformer.cloud.request import TpuRequest
@@ -314,7 +314,7 @@ def _start_ray(pod: Pod, join: JoinOptions, ray: Word, code: str) -> None:
 
     def command(host: Host) -> str:
         node_options = f"--node-ip-address={host.address}", f'--resources={{"tpu_worker_{host.worker_id}": 1}}'
-        arguments = (f"--address={join.head}", *node_options, "--disable-usage-stats", *join.arguments)
+        arguments = (f"--address={join.head}", *node_options, *NODE_OPTIONS, *join.arguments)
         start = shell.join("env", *settings, ray, "start", *arguments)
         fingerprint = hashlib.sha256(f"{start}{token}".encode()).hexdigest()[:HASH_LENGTH]
         run = shell.join("scripts/pod_ray.sh", "start", HomePath(STATE_FOLDER), fingerprint)

@@ -87,7 +87,7 @@ def test_a_launch_with_special_characters(tmp_path: Path, checkout: str, monkeyp
         stop_ray(pod, made)
     assert asked == [
         "start", "--address=10.0.0.9:6379", "--node-ip-address=10.0.0.0", '--resources={"tpu_worker_0": 1}',
-        "--disable-usage-stats", f"--labels={strange}", "--block", f"{home}/{made.code}", "token",
+        *heads.NODE_OPTIONS, f"--labels={strange}", "--block", f"{home}/{made.code}", "token",
         f"{home}/{STATE_FOLDER}/ray_token", strange,
     ]  # fmt: skip
     assert shlex.split(made.python) == [f"{ray.parent}/python"]

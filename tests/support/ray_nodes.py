@@ -45,8 +45,8 @@ get_node, services.get_node = services.get_node, get_node_of_a_busy_machine
 def main() -> None:
     os.makedirs(os.path.join(sys.argv[2], "ray"), exist_ok=True)
     head = {
-        "num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False, "_system_config": HEALTH,
-        "node_ip_address": "127.0.0.2",
+        "num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False,
+        "include_log_monitor": False, "_system_config": HEALTH, "node_ip_address": "127.0.0.2",
     }  # fmt: skip
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = {}
@@ -59,6 +59,7 @@ def main() -> None:
             object_store_memory=OBJECT_STORE_BYTES,
             # it waits for 30 s, which are too few on a busy machine
             wait=False,
+            include_log_monitor=False,
             node_ip_address=f"127.0.0.{10 + i}",
             **environment,
         )
