@@ -1,6 +1,7 @@
 """Clients that send nothing, send slowly or do not read: they use bounded resources, and other clients are served."""
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -171,17 +172,17 @@ def test_a_burst_of_silent_sockets(tmp_path):
         psutil.Process(child.pid).rlimit(psutil.RLIMIT_NOFILE, (128, 128))
         kept.sendall(request)
         receive(kept, b'"object":"list"')
-        answers, end = 0, time.monotonic() + 3
-        while time.monotonic() < end or answers < 20:
+        for _ in range(3):
             with contextlib.ExitStack() as stack:
-                for _ in range(300):
-                    silent = stack.enter_context(socket.socket())
+                burst = [stack.enter_context(socket.socket()) for _ in range(300)]
+                for silent in burst:
                     silent.setblocking(False)
                     silent.connect_ex(kept.getpeername())
                 for _ in range(5):
                     kept.sendall(request)
                     receive(kept, b'"object":"list"')
-                    answers += 1
+                # the server closes one when it has accepted as many as it has files for: on a busy machine this is late
+                assert select.select(burst, [], [], LONG_S)[0]
         wait_for_health(url)
         child.terminate()
         _, log = finish(child)
