@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 pytest_plugins = ["support.recorded", "support.changed", "support.browser"]
 CACHE_BYTES = 1 << 30
 TESTS = Path(__file__).parent
-# the memory by which a process may grow before it drops its compiled programs: at the end of a file, and of a test
-MODULE_BYTES, TEST_BYTES = 1 << 28, 1 << 30
+# the memory by which a process may grow before it returns what is free, and before it drops its compiled programs too:
+# at the end of a file, and of a test
+FREE_BYTES, MODULE_BYTES, TEST_BYTES = 1 << 28, 1 << 28, 1 << 30
 LONG = ("cluster", "parallel", "pod", "runtime", "train")
 # Tests that mostly wait, for hosts and for Ray: one worker runs them, one after the other, beside those that compute.
 WAITING = ("tests/pod/", "tests/cluster/backends/")
@@ -181,23 +182,37 @@ def _drop_the_programs_of_a_module(request: pytest.FixtureRequest) -> Iterator[N
     _limit_memory(MODULE_BYTES)
 
 
+def pytest_collection_finish() -> None:
+    """Leave the tests themselves out of each search for garbage: they are half a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 def _limit_memory(growth: int) -> None:
     """Drop the compiled programs of a process that has grown by so many bytes since it did so: the workers have to fit
-    the memory of a laptop."""
-    global _kept_bytes
+    the memory of a laptop. Most of the growth is garbage of JAX's traces and of the compiler, and is returned first."""
+    global _kept_bytes, _returned_bytes
     resident = _resident_bytes()
     # a fixture that was large then may be gone now
     _kept_bytes = max(IMPORTED_BYTES, min(_kept_bytes, resident))
+    _returned_bytes = max(IMPORTED_BYTES, min(_returned_bytes, resident))
+    if resident > _returned_bytes + FREE_BYTES:
+        _return_memory()
+        resident = _returned_bytes = _resident_bytes()
     if resident > _kept_bytes + growth:
         sys.modules["jax"].clear_caches()
-        gc.collect()
-        # glibc keeps what was freed
-        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)
-        _kept_bytes = _resident_bytes()
+        _return_memory()
+        _kept_bytes = _returned_bytes = _resident_bytes()
 
 
-# what a process keeps: at first, about what its imports need
-IMPORTED_BYTES = _kept_bytes = 1 << 29
+def _return_memory() -> None:
+    gc.collect()
+    # glibc keeps what was freed
+    getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)
+
+
+# what a process keeps, and what it had when it last returned memory: at first, about what its imports need
+IMPORTED_BYTES = _kept_bytes = _returned_bytes = 1 << 29
 
 
 def _resident_bytes() -> int:
