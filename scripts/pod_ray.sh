@@ -10,11 +10,12 @@ set -euo pipefail
 
 READY_LINE="Ray runtime started"
 ENDED_LINE="ray ended with code"
-# Ray gives a node 30 s, whatever one sets
+# Ray gives a node 30 s, whatever one sets; a busy host took 90 s to notice that they had passed
 BUSY_LINE="The current node timed out during startup"
 SAVED="the worker of a run has saved and exited"
 UNSAVED="the worker of a run was asked to save, and has not exited"
-READY_S=120
+# three starts of such a host
+READY_S=270
 STOP_S=15
 SAVE_S=${MESH_TRANSFORMER_SAVE_S:-120}
 WORKER="mesh_transformer.cluster.host.worker"

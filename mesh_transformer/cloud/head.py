@@ -25,7 +25,8 @@ HEALTH_CHECKS = {
 }
 # of the head and of every node. No driver asks Ray for the output of its processes, so none has to read their logs
 NODE_OPTIONS = ("--disable-usage-stats", "--include-log-monitor=false")
-START_S = 180.0
+# longer than pod_ray.sh takes at most, without a worker that saves
+START_S = 330.0
 # Ray makes the folder of its sessions mode 777, so it lies in one that other users cannot enter. Hosts take the head's
 # path, and a TMPDIR of the driver need not exist there. The path is short: Ray's sockets lie 64 characters below it,
 # and the path of a socket has at most 107.

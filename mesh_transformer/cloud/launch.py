@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 # in the home folder of each host
 STATE_FOLDER = ".mesh_transformer"
 SETUP_TIMEOUT_S = 3600.0
-# includes the time in which workers of a run save before Ray restarts
-RAY_TIMEOUT_S = 300.0
+# longer than pod_ray.sh takes at most: the workers of a run save, their node ends, and a busy host gets three starts
+RAY_TIMEOUT_S = 450.0
 # the beginning of pod_ray.sh's lines about the workers of a run
 WORKER_LINE = "the worker of a run"
 # name -> path on the hosts, the archive with its content

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from support.commands import TESTS
 from support.waiting import LONG_S, until
 
+from mesh_transformer.cloud import head, launch
 from mesh_transformer.cloud.launch import WORKER_LINE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pod_ray.sh"
@@ -101,6 +103,13 @@ def test_a_busy_host_gets_a_second_start(pod_ray, tmp_path):
     slow = f"test -e slow || {{ touch slow; echo 'Exception: {BUSY}. This could happen'; exit 1; }}"
     command = ["env", "-C", str(tmp_path), "bash", "-c", f"{slow}; echo Ray runtime started; sleep 600"]
     assert pod_ray("start", "one", *command) == "ray started\n"
+
+
+def test_its_callers_wait_for_longer_than_it_takes():
+    limits = {name: int(value) for name, value in re.findall(r"^(\w+_S)=\D*(\d+)", SCRIPT.read_text(), re.MULTILINE)}
+    assert limits.keys() == {"READY_S", "STOP_S", "SAVE_S"}
+    assert sum(limits.values()) < launch.RAY_TIMEOUT_S
+    assert limits["READY_S"] + limits["STOP_S"] < head.START_S
 
 
 def test_another_reason_is_told_at_once(pod_ray, tmp_path):
