@@ -172,7 +172,7 @@ def test_a_burst_of_silent_sockets(tmp_path):
         psutil.Process(child.pid).rlimit(psutil.RLIMIT_NOFILE, (128, 128))
         kept.sendall(request)
         receive(kept, b'"object":"list"')
-        for _ in range(3):
+        for _ in range(5):
             with contextlib.ExitStack() as stack:
                 burst = [stack.enter_context(socket.socket()) for _ in range(300)]
                 for silent in burst:
